@@ -8,7 +8,6 @@ resident set size during one long run.
 """
 
 import argparse
-import json
 import shutil
 import statistics
 import tempfile
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.lens.activations import collect_activations
@@ -66,7 +66,7 @@ def collect(model: ModelLike, corpus: Iterator[list[int]] | list[list[int]], sit
     )
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", default="tiny-english", help="a checkpoint, or the name of a preset (random weights)"
@@ -74,8 +74,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=192, help=f"number of sequences of {SEQ_LEN} tokens")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     if args.model in ct.presets():
         model: ModelLike = ct.build(args.model, seed=0, device=args.device).eval()
     else:
@@ -112,18 +116,13 @@ def main() -> None:
                 statistics.median(forward / own for forward, own in zip(seconds[baseline], times, strict=True))
                 for baseline in ("forward pass", "forward pass, no head")
             ]
-            speed = tokens / statistics.median(times)
-            rate = written[name] / statistics.median(times)
-            row = {"case": name, "tokens_per_second": speed, "ratio": ratios[0], "ratio_no_head": ratios[1]}
-            rows.append(row | {"bytes_per_second": rate})
-            text = f"{ratios[0]:.2f} × the forward pass, {ratios[1]:.2f} × without the head"
-            text += f", {rate / 1e6:,.0f} MB/s written" if rate else ""
-            print(f"{name:24} {speed:9,.0f} tokens/s   {text}")
-        samples = measure_memory(model, [last], directory, 4 * args.sequences)
-    print("resident set size: " + ", ".join(f"{size:.0f} MB at {count:,}" for count, size in samples))
-    if args.json:
-        result = {"bench": "activation_dataset", "model": args.model, "rows": rows, "resident_megabytes": samples}
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+            row: Row = {"case": name, "model": args.model, "tokens_per_second": tokens / statistics.median(times)}
+            row |= {"speed_over_forward": ratios[0], "speed_over_forward_without_head": ratios[1]}
+            row["written_mb_per_second"] = written[name] / statistics.median(times) / 1e6
+            rows.append(print_row(row))
+        for num_tokens, size in measure_memory(model, [last], directory, 4 * args.sequences):
+            rows.append(print_row({"case": "resident memory", "num_tokens": num_tokens, "memory_mb": size}))
+    save_rows(args.json, rows, device=args.device)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ models with one bug each: the check of the bug must fail, and should be the firs
 
 import argparse
 import importlib
-import json
 import multiprocessing
 import sys
 import time
@@ -21,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from report import add_json_option, save_rows
+
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("tests", "scripts")]
 BUDGET_SECONDS = 600.0
 Job = tuple[str, str, Any]
@@ -28,7 +29,7 @@ Job = tuple[str, str, Any]
 
 
 @dataclass
-class Row:
+class CheckResult:
     """Result of the checks of one model."""
 
     kind: str
@@ -64,7 +65,7 @@ def healthy_models() -> dict[str, Any]:
     return models
 
 
-def run_job(job: Job) -> list[Row]:
+def run_job(job: Job) -> list[CheckResult]:
     """Build the models of a job and check them."""
     import torch
 
@@ -81,25 +82,25 @@ def run_job(job: Job) -> list[Row]:
     return [check_random_configuration(name, seed_or_config)]
 
 
-def check_seeded_bug(name: str) -> Row:
+def check_seeded_bug(name: str) -> CheckResult:
     load("support.seeded_bugs.all_bugs")
     registry = load("support.seeded_bugs.registry")
     bug, start = registry.SEEDED_BUGS[name], time.monotonic()
     report = registry.check_bug(bug, budget=BUDGET_SECONDS)
     found = [finding.check for finding in report.problems]
-    return Row("seeded bug", name, time.monotonic() - start, found, bug.caught_by)
+    return CheckResult("seeded bug", name, time.monotonic() - start, found, bug.caught_by)
 
 
-def check_plain_model(name: str) -> Row:
+def check_plain_model(name: str) -> CheckResult:
     import cutaway as ct
 
     healthy, start = healthy_models()[name], time.monotonic()
     report = ct.check(healthy.build(), budget=BUDGET_SECONDS)
     alarms = [str(finding) for finding in report.problems if finding.check not in healthy.warnings]
-    return Row("plain PyTorch", name, time.monotonic() - start, alarms)
+    return CheckResult("plain PyTorch", name, time.monotonic() - start, alarms)
 
 
-def check_transformers(family: str, seed: int) -> Iterator[Row]:
+def check_transformers(family: str, seed: int) -> Iterator[CheckResult]:
     """Check each reference model of a family's tests with the random configuration of a seed."""
     import cutaway as ct
 
@@ -108,18 +109,19 @@ def check_transformers(family: str, seed: int) -> Iterator[Row]:
         start = time.monotonic()
         report = ct.check(models.build_transformers_model(peer, seed), seed=seed, budget=BUDGET_SECONDS)
         alarms = defects.unexpected_findings(report, family)
-        yield Row("transformers", f"{family}, model {number}, seed {seed}", time.monotonic() - start, alarms)
+        yield CheckResult("transformers", f"{family}, model {number}, seed {seed}", time.monotonic() - start, alarms)
 
 
-def check_random_configuration(name: str, config: Any) -> Row:
+def check_random_configuration(name: str, config: Any) -> CheckResult:
     import cutaway as ct
 
     start = time.monotonic()
     report = ct.check(load("support.config_strategies").build_randomized_model(config), budget=BUDGET_SECONDS)
-    return Row("cutaway", name, time.monotonic() - start, load("support.known_defects").unexpected_findings(report))
+    alarms = load("support.known_defects").unexpected_findings(report)
+    return CheckResult("cutaway", name, time.monotonic() - start, alarms)
 
 
-def summarize(rows: list[Row]) -> dict[str, Any]:
+def summarize(rows: list[CheckResult]) -> dict[str, Any]:
     healthy = [row for row in rows if row.kind != "seeded bug"]
     bugs = [row for row in rows if row.kind == "seeded bug"]
     return {
@@ -148,15 +150,19 @@ def format_summary(summary: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {name}: {other} is first" for name, other in summary["another_check_first"].items())
 
 
-def main() -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("healthy", "bugs"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3, help="random configurations of each transformers model")
     parser.add_argument("--random", type=int, default=180, help="random configurations of cutaway")
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
-    jobs, rows = list(list_jobs(args.only, args.seeds, args.random)), []
+    add_json_option(parser)
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    jobs, rows = list(list_jobs(args.only, args.seeds, args.random)), list[CheckResult]()
     context = multiprocessing.get_context("spawn")
     with context.Pool(args.workers) as pool:
         for done, new in enumerate(pool.imap_unordered(run_job, jobs), start=1):
@@ -166,9 +172,7 @@ def main() -> int:
     rows.sort(key=lambda row: (row.kind, row.name))
     summary = summarize(rows)
     print("\n".join(format_summary(summary)))
-    if args.json:
-        result = {"bench": "check_accuracy", "summary": summary, "rows": [asdict(row) for row in rows]}
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    save_rows(args.json, [{"case": "summary", **summary}, *(asdict(row) for row in rows)], threads=1)
     return 1 if summary["false_alarms"] or summary["not_found"] else 0
 
 

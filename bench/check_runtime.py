@@ -1,6 +1,6 @@
 """Runtime and memory of all checks on the CPU: a tiny model and GPT-2 124M, in cutaway and in transformers.
 
-    python bench/check_runtime.py [--budget 300] [--only tiny]
+    python bench/check_runtime.py [--budget 300] [--only tiny] [--json FILE]
 
 The time budget is high, so that no check is skipped.
 """
@@ -8,10 +8,12 @@ The time budget is high, so that no check is skipped.
 import argparse
 import importlib
 import resource
+import time
 import warnings
 from typing import Any
 
 import torch
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 
@@ -37,22 +39,34 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--budget", type=float, default=300.0)
     parser.add_argument("--only", default="")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    rows = []
     for name, build in build_cases().items():
         if args.only not in name:
             continue
         model = build()
         before = peak_memory_gb()
+        start = time.perf_counter()
         report = ct.check(model, budget=args.budget)
-        print(f"{name}: {report.summary()}; memory {before:.2f} → {peak_memory_gb():.2f} GB")
+        seconds = time.perf_counter() - start
+        print(f"{name}: {report.summary()}")
         for finding in (*report.failures, *report.warnings):
             print(finding)
         slowest = sorted(report.findings, key=lambda finding: -finding.seconds)[:8]
-        print("   ", ", ".join(f"{finding.check} {finding.seconds:.2f} s" for finding in slowest))
+        row: Row = {"case": name, "seconds": seconds, "num_problems": len(report.problems)}
+        row |= {"memory_before_gb": before, "peak_memory_gb": peak_memory_gb()}
+        row["slowest_checks_seconds"] = {finding.check: finding.seconds for finding in slowest}
+        rows.append(print_row(row))
+    save_rows(args.json, rows)
 
 
 if __name__ == "__main__":

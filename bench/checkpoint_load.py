@@ -3,7 +3,7 @@
 Two times are measured: until the model is loaded, and until the first forward pass, because both libraries map the file
 and read a page on first use. Memory is the growth of the process's peak.
 
-    python bench/checkpoint_load.py [--rounds 5] [--preset llama-3.2-1b]
+    python bench/checkpoint_load.py [--rounds 5] [--preset llama-3.2-1b] [--json FILE]
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 
@@ -39,8 +40,8 @@ loaded, load_memory = time.perf_counter() - start, peak() - before
 with torch.no_grad():
     model(torch.tensor([[1, 2, 3, 4]]))
 first_forward = time.perf_counter() - start
-memory = {"load_memory": load_memory, "total_memory": peak() - before}
-print(json.dumps({"loaded": loaded, "first_forward": first_forward, **memory}))
+memory = {"load_memory_gb": load_memory / 1e9, "total_memory_gb": (peak() - before) / 1e9}
+print(json.dumps({"load_seconds": loaded, "first_forward_seconds": first_forward, **memory}))
 """
 
 
@@ -51,11 +52,17 @@ def measure_load(library: str, source: Path, dtype: str) -> dict[str, float]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--preset", default="llama-3.2-1b")
-    options = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = ct.build(options.preset, dtype=torch.bfloat16, seed=0)
         size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
@@ -68,25 +75,11 @@ def main() -> None:
             for round_index in range(options.rounds):
                 for library in sorted(results, reverse=round_index % 2 == 1):
                     results[library].append(measure_load(library, source, dtype))
-            print_medians(dtype, results)
-
-
-def print_medians(dtype: str, results: dict[str, list[dict[str, float]]]) -> None:
-    medians = {
-        library: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        for library, runs in results.items()
-    }
-    cutaway, transformers = medians["cutaway"], medians["transformers"]
-    for key, unit, scale in (
-        ("loaded", "s", 1),
-        ("first_forward", "s", 1),
-        ("load_memory", "GB", 1e9),
-        ("total_memory", "GB", 1e9),
-    ):
-        a, b = cutaway[key] / scale, transformers[key] / scale
-        print(
-            f"  {dtype:8} {key:13}cutaway {a:7.3f} {unit}   transformers {b:7.3f} {unit}  ratio {a / max(b, 1e-9):.2f}"
-        )
+            for library, runs in results.items():
+                row: Row = {"implementation": library, "model": options.preset, "dtype": dtype}
+                row |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+                rows.append(print_row(row))
+    save_rows(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from report import save_rows
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.generate import Engine, EngineConfig, SamplingParams
@@ -89,12 +89,16 @@ def measure_read_bandwidth() -> float:
     return tensor.numel() * 4 / min(seconds)
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", action="append", metavar="NAME", help="an implementation beside transformers")
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
     model: Any = ct.build("gpt2", seed=0)
     builders: dict[str, Callable[[], Callable[[int], float]]] = {
         "CTranslate2 fp32": build_ctranslate2_runner,
@@ -120,30 +124,22 @@ def main() -> None:
             steps[name].append(
                 (runners[name](LONG_TOKENS) - runners[name](SHORT_TOKENS)) / (LONG_TOKENS - SHORT_TOKENS) * 1e3
             )
-    limit = 4 * sum(p.numel() for p in model.parameters()) / measure_read_bandwidth() * 1e3
-    baseline = statistics.median(steps["transformers fp32"])
-    rows = []
+    limit_ms = 4 * sum(p.numel() for p in model.parameters()) / measure_read_bandwidth() * 1e3
+    rows: list[Row] = []
     for name, milliseconds in steps.items():
         ratios = [
             baseline_ms / step_ms for baseline_ms, step_ms in zip(steps["transformers fp32"], milliseconds, strict=True)
         ]
         low, median_ratio, high = statistics.quantiles(ratios, n=4)
-        rows.append(
-            {
-                "implementation": name,
-                "ms": statistics.median(milliseconds),
-                "ratio": median_ratio,
-                "quartiles": [low, high],
-            }
-        )
-        sys.stdout.write(
-            f"{name:20} {rows[-1]['ms']:7.2f} ms per token, {1e3 / statistics.median(milliseconds):6.1f} tokens/s,"
-            f" {median_ratio:.2f} × transformers ({low:.2f}–{high:.2f})\n"
-        )
-    sys.stdout.write(
-        f"fp32 limit by read bandwidth: {limit:.2f} ms per token; transformers reaches {limit / baseline:.0%} of it\n"
-    )
-    save_rows(arguments.json, rows, limit_ms=limit)
+        step_ms = statistics.median(milliseconds)
+        other = name.removesuffix(" fp32") if name.endswith(" fp32") else None
+        row: Row = {"implementation": other or "cutaway", "weights": "fp32" if other else name, "step_ms": step_ms}
+        row |= {"tokens_per_second": 1e3 / step_ms, "speedup_over_transformers": median_ratio}
+        row["speedup_quartiles"] = [low, high]
+        if row["weights"].startswith("fp32"):
+            row |= {"limit_ms": limit_ms, "share_of_limit": limit_ms / step_ms}
+        rows.append(print_row(row))
+    save_rows(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 DIR contains gpt-fast's model.py and generate.py, which run unchanged. Times are host times of whole steps including
 sampling, averaged over many steps; the limit is the bytes that a step reads divided by the copy bandwidth of the
-same run.
+same run. The part engine runs 64 requests of different lengths; the shares of prefill and decode are those of the
+whole time in which the GPU ran these steps, measured with CUDA events.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from report import print_row, save_rows
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.bench.hardware import measure_copy_bandwidth
@@ -32,6 +33,7 @@ MODEL_NAME = "llama-3-8b"
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 200}
 """Default sampling parameters of gpt-fast's generate.py."""
 NUM_STEPS = 128
+PARTS = ("steps", "packed", "gpt-fast", "transformers", "engine")
 
 
 def free_gpu_memory() -> None:
@@ -54,7 +56,7 @@ def median_step_ms(run: Callable[[int], None], repeats: int = 3) -> float:
 
 def bench_cutaway_steps(
     model: Any, batch_size: int, context: int, weight_bits: int | None, bandwidth: float, block_format: str = ""
-) -> dict[str, Any]:
+) -> Row:
     """Time Engine.step, with asynchronous scheduling. Each repeat starts with new requests of `context` tokens."""
     config = model.config
     max_model_len = context + 2 * NUM_STEPS + 64
@@ -82,6 +84,9 @@ def bench_cutaway_steps(
             engine.step()
         torch.cuda.synchronize()
         seconds.append((time.perf_counter() - start) / NUM_STEPS)
+        if engine.num_decoding < batch_size:
+            errors = {str(request.error) for request in requests if request.error is not None}
+            raise RuntimeError(f"only {engine.num_decoding} of {batch_size} requests decoded in all steps: {errors}")
         for request in requests:
             request.abort()
         engine.run()
@@ -91,14 +96,15 @@ def bench_cutaway_steps(
     cache_bytes = batch_size * (context + NUM_STEPS / 2) * 32 * 2 * 8 * 128 * 2
     limit_ms = (weight_bytes + cache_bytes) / bandwidth * 1e3
     engine.close()
-    row = {
-        "cutaway": f"{batch_size} × {context}",
-        "weights": block_format or f"{weight_bits or 16} bits",
-        "ms": step_ms,
-        "limit_ms": limit_ms,
-        "fraction_of_limit": limit_ms / step_ms,
-    }
-    return print_row(row)
+    weights = block_format or ("bf16" if weight_bits is None else f"{weight_bits} bits")
+    row = step_row("cutaway", weights, batch_size, context, step_ms)
+    return print_row(row | {"limit_ms": limit_ms, "share_of_limit": limit_ms / step_ms})
+
+
+def step_row(implementation: str, weights: str, batch_size: int, context: int, step_ms: float) -> Row:
+    """The fields that all rows of decode steps have."""
+    workload = {"case": "decode step", "weights": weights, "batch_size": batch_size, "context": context}
+    return {"implementation": implementation, **workload, "step_ms": step_ms}
 
 
 def pack_model(model: Any, block_format: str) -> None:
@@ -112,7 +118,7 @@ def pack_model(model: Any, block_format: str) -> None:
     free_gpu_memory()
 
 
-def bench_packed_steps(block_format: str, bandwidth: float) -> list[dict[str, Any]]:
+def bench_packed_steps(block_format: str, bandwidth: float) -> list[Row]:
     """Decode with packed weights of a block format, and the memory that they take beside 16 bits."""
     free_gpu_memory()
     before = torch.cuda.memory_allocated()
@@ -120,9 +126,10 @@ def bench_packed_steps(block_format: str, bandwidth: float) -> list[dict[str, An
     plain_bytes = torch.cuda.memory_allocated() - before
     pack_model(model, block_format)
     memory = {
-        "memory": f"{block_format}",
-        "GB": (torch.cuda.memory_allocated() - before) / 1e9,
-        "bf16 GB": plain_bytes / 1e9,
+        "case": "memory of the weights",
+        "weights": block_format,
+        "memory_gb": (torch.cuda.memory_allocated() - before) / 1e9,
+        "bf16_memory_gb": plain_bytes / 1e9,
     }
     rows = [print_row(memory)]
     for batch_size in (1, 16):
@@ -130,7 +137,7 @@ def bench_packed_steps(block_format: str, bandwidth: float) -> list[dict[str, An
     return rows
 
 
-def bench_gpt_fast_steps(folder: str, batch_size: int, context: int) -> dict[str, Any]:
+def bench_gpt_fast_steps(folder: str, batch_size: int, context: int) -> Row:
     sys.path.insert(0, folder)
     sys.modules.setdefault("tokenizer", types.ModuleType("tokenizer")).get_tokenizer = None  # type: ignore[attr-defined]
     gpt_fast: Any = importlib.import_module("generate")  # from `folder`
@@ -152,9 +159,8 @@ def bench_gpt_fast_steps(folder: str, batch_size: int, context: int) -> dict[str
     run(4)
     torch.cuda.synchronize()
     first_seconds = time.perf_counter() - start
-    return print_row(
-        {"gpt-fast": f"{batch_size} × {context}", "ms": median_step_ms(run), "first_seconds": first_seconds}
-    )
+    row = step_row("gpt-fast", "bf16", batch_size, context, median_step_ms(run))
+    return print_row(row | {"compilation_seconds": first_seconds})
 
 
 def build_transformers_model(config: Any) -> Any:
@@ -177,7 +183,36 @@ def random_requests(count: int, vocab: int, seed: int = 0) -> list[tuple[list[in
     ]
 
 
-def bench_cutaway_throughput(model: Any, request_specs: list[tuple[list[int], int]]) -> dict[str, Any]:
+class PhaseTimer:
+    """GPU time of the prefill and the decode steps of an engine, from CUDA events around them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.events: dict[str, list[tuple[Any, Any]]] = {"prefill": [], "decode": []}
+        runner = engine.model_runner
+        for name, phase in (("prefill", "prefill"), ("sample_after_prefill", "prefill"), ("decode", "decode")):
+            setattr(runner, name, self._timed(getattr(runner, name), phase))
+
+    def _timed(self, run: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            result = run(*args, **kwargs)
+            end.record()
+            self.events[phase].append((start, end))
+            return result
+
+        return timed
+
+    def shares(self, seconds: float) -> dict[str, float]:
+        """Share of each phase in `seconds`."""
+        torch.cuda.synchronize()
+        milliseconds = {
+            phase: sum(start.elapsed_time(end) for start, end in pairs) for phase, pairs in self.events.items()
+        }
+        return {f"{phase}_share": each / 1e3 / seconds for phase, each in milliseconds.items()}
+
+
+def bench_cutaway_throughput(model: Any, request_specs: list[tuple[list[int], int]]) -> Row:
     engine = Engine(
         EngineConfig(
             model,
@@ -191,6 +226,7 @@ def bench_cutaway_throughput(model: Any, request_specs: list[tuple[list[int], in
     for row, (prompt, _) in enumerate(random_requests(64, 128_000, seed=1)):  # warm up every batch size
         engine.submit(prompt, SamplingParams(max_new_tokens=2 + row), seed=0)
     engine.run()
+    timer = PhaseTimer(engine)
     torch.cuda.synchronize()
     start = time.perf_counter()
     requests = [
@@ -201,18 +237,18 @@ def bench_cutaway_throughput(model: Any, request_specs: list[tuple[list[int], in
     seconds = time.perf_counter() - start
     num_tokens = sum(len(request.result().tokens) for request in requests)
     engine.close()
-    return print_row(
-        {
-            "engine": f"{len(request_specs)} requests",
-            "seconds": seconds,
-            "tokens": num_tokens,
-            "tokens_per_second": num_tokens / seconds,
-        }
-    )
+    return print_row(throughput_row("cutaway", len(request_specs), num_tokens, seconds) | timer.shares(seconds))
+
+
+def throughput_row(implementation: str, num_requests: int, num_tokens: int, seconds: float) -> Row:
+    """The fields that all rows of the part engine have."""
+    workload = {"case": "requests of different lengths", "num_requests": num_requests}
+    speed = {"seconds": seconds, "num_tokens": num_tokens, "tokens_per_second": num_tokens / seconds}
+    return {"implementation": implementation, **workload, **speed}
 
 
 @torch.no_grad()
-def bench_transformers_throughput(model: Any, request_specs: list[tuple[list[int], int]]) -> dict[str, Any]:
+def bench_transformers_throughput(model: Any, request_specs: list[tuple[list[int], int]]) -> Row:
     """Measure transformers on one padded static batch, which runs until the longest completion is done."""
     max_prompt_len = max(len(prompt) for prompt, _ in request_specs)
     max_new_tokens = max(num_new for _, num_new in request_specs)
@@ -229,17 +265,11 @@ def bench_transformers_throughput(model: Any, request_specs: list[tuple[list[int
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     num_tokens = sum(num_new for _, num_new in request_specs)
-    result = {
-        "transformers": f"{len(request_specs)} requests, static",
-        "seconds": seconds,
-        "tokens": num_tokens,
-        "tokens_per_second": num_tokens / seconds,
-    }
-    return print_row(result)
+    return print_row(throughput_row("transformers", len(request_specs), num_tokens, seconds))
 
 
 @torch.no_grad()
-def bench_transformers_steps(model: Any, batch_size: int, context: int) -> dict[str, Any]:
+def bench_transformers_steps(model: Any, batch_size: int, context: int) -> Row:
     tokens = torch.randint(10, 1000, (batch_size, context), device="cuda")
     kwargs = {"do_sample": True, "pad_token_id": 0, "eos_token_id": None, **SAMPLING}
 
@@ -252,24 +282,28 @@ def bench_transformers_steps(model: Any, batch_size: int, context: int) -> dict[
 
     run(4)
     step_ms = (run(72) - run(8)) / 64 * 1e3
-    return print_row({"transformers": f"{batch_size} × {context}", "ms": step_ms})
+    return print_row(step_row("transformers", "bf16", batch_size, context, step_ms))
 
 
-def main() -> None:
-    parts = ("steps", "packed", "gpt-fast", "transformers", "engine")
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpt-fast", metavar="DIR")
-    parser.add_argument("--part", action="append", choices=parts)
+    parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument(
         "--format", action="append", choices=("Q8_0", "Q4_1", "Q4_K", "Q6_K"), help="of the part packed"
     )
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
-    selected = arguments.part or parts
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
+    selected = arguments.part or PARTS
     random.seed(0)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     bandwidth = measure_copy_bandwidth(torch.device("cuda"))
-    rows.append(print_row({"device": torch.cuda.get_device_name(), "copy TB/s": bandwidth / 1e12}))
+    print(torch.cuda.get_device_name())
+    rows.append(print_row({"case": "copy", "terabytes_per_second": bandwidth / 1e12}))
     model: Any = None
     if "steps" in selected or "engine" in selected:
         model = ct.build(MODEL_NAME, device="cuda", dtype=torch.bfloat16, seed=0)
@@ -307,7 +341,7 @@ def main() -> None:
             rows.append(bench_gpt_fast_steps(arguments.gpt_fast, batch_size, context))
             torch._dynamo.reset()
             free_gpu_memory()
-    save_rows(arguments.json, rows, bandwidth=bandwidth)
+    save_rows(arguments.json, rows, device="cuda")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,10 @@ import gc
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from report import print_row, save_rows
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.bench.hardware import measure_copy_bandwidth
@@ -46,9 +45,7 @@ def bytes_per_step(model: Any, batch_size: int) -> float:
     return 2 * count
 
 
-def measure_steps(
-    model: Any, batch_size: int, bandwidth: float, *, compile: bool | None, profile: bool
-) -> dict[str, Any]:
+def measure_steps(model: Any, batch_size: int, bandwidth: float, *, compile: bool | None, profile: bool) -> Row:
     start = time.perf_counter()
     engine = Engine(EngineConfig(model, max_num_seqs=batch_size, max_model_len=CONTEXT + 512, compile=compile))
     seconds = []
@@ -69,6 +66,8 @@ def measure_steps(
             engine.step()
         torch.cuda.synchronize()
         seconds.append((time.perf_counter() - start) / NUM_STEPS)
+        if engine.num_decoding < batch_size:
+            raise RuntimeError(f"only {engine.num_decoding} of {batch_size} requests decoded in all steps")
         if profile and repeat == 2:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
                 for _ in range(8):
@@ -82,34 +81,38 @@ def measure_steps(
     step_ms = statistics.median(seconds) * 1e3
     limit_ms = bytes_per_step(model, batch_size) / bandwidth * 1e3
     return {
-        "batch": batch_size,
-        "ms": step_ms,
+        "batch_size": batch_size,
+        "step_ms": step_ms,
         "limit_ms": limit_ms,
-        "share": limit_ms / step_ms,
-        "seconds of the first 64 tokens": seconds_before,
+        "share_of_limit": limit_ms / step_ms,
+        "first_64_tokens_seconds": seconds_before,
     }
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", action="append", help="preset; by default three mixtures of experts")
     parser.add_argument("--batch", action="append", type=int, help="number of rows; default 1 and 32")
     parser.add_argument("--compile", action="store_true", help="fast decode steps from the first step on")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     bandwidth = measure_copy_bandwidth(torch.device("cuda"))
-    print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e12:.2f} TB/s")
-    rows = []
+    print(torch.cuda.get_device_name())
+    rows = [print_row({"case": "copy", "terabytes_per_second": bandwidth / 1e12})]
     for name in args.model or ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]:
         model = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
         for batch_size in args.batch or [1, 32]:
             result = measure_steps(model, batch_size, bandwidth, compile=args.compile or None, profile=args.profile)
-            rows.append(print_row({"model": name, **result}))
+            rows.append(print_row({"implementation": "cutaway", "model": name, **result}))
         del model
         gc.collect()
         torch.cuda.empty_cache()
-    save_rows(args.json, rows, bandwidth=bandwidth)
+    save_rows(args.json, rows, device="cuda")
 
 
 if __name__ == "__main__":

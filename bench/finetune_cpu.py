@@ -1,6 +1,7 @@
 """Steps of fine-tuning on the CPU: LoRA of cutaway, LoRA of PEFT, and all weights, in one process, in turn.
 
     python bench/finetune_cpu.py [--model smollm2-135m] [--batch-size 2] [--seq-len 256] [--rank 16] [--rounds 5]
+                                  [--json FILE]
 
 Random weights in fp32, adapters of all linear layers, AdamW, gradient clipping, no dropout. PEFT's model is a
 transformers model of the same shape. The implementations run a step each, in turn; medians are printed.
@@ -9,7 +10,6 @@ transformers model of the same shape. The implementations run a step each, in tu
 import argparse
 import importlib
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.families.registry import find_family
@@ -97,13 +98,18 @@ def build_transformers_step(args: Any, *, adapter: bool) -> Step:
     return step
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     for name, value in (("batch-size", 2), ("seq-len", 256), ("rank", 16), ("rounds", 5), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only", nargs="*", help="names of the implementations to run")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     torch.set_num_threads(args.threads)
     builders: dict[str, Callable[[], Step]] = {
         "cutaway all weights": lambda: build_cutaway_step(args, adapter=False),
@@ -124,12 +130,14 @@ def main() -> None:
     print(f"{args.model}, batch {args.batch_size} × {args.seq_len}, rank {args.rank}, {args.threads} threads, fp32")
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     tokens = args.batch_size * args.seq_len
+    rows = []
     for name, median in medians.items():
-        print(f"{name:34} {1e3 * median:8.0f} ms per step {tokens / median:8.0f} tokens/s")
-    if "cutaway LoRA" in medians:
-        for name in set(medians) - {"cutaway LoRA"}:
-            print(f"cutaway LoRA is {medians[name] / medians['cutaway LoRA']:.2f} × as fast as {name}")
-    print(json.dumps(medians))
+        row: Row = {"implementation": name, "model": args.model, "batch_size": args.batch_size, "seq_len": args.seq_len}
+        row |= {"step_ms": 1e3 * median, "tokens_per_second": tokens / median}
+        if "cutaway LoRA" in medians:
+            row["speedup_of_cutaway_lora"] = median / medians["cutaway LoRA"]
+        rows.append(print_row(row))
+    save_rows(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Steps of LoRA fine-tuning on one GPU, compared with PEFT and transformers (compiled), in one process.
 
     python bench/finetune_gpu.py [--layers 32] [--seq-len 4096] [--rank 16] [--rounds 3] [--steps 5] [--profile]
+                                  [--json FILE]
 
 The shape of Llama-3-8B with random bf16 weights, adapters of all linear layers in fp32, bf16 autocast, AdamW, gradient
 clipping, no dropout, no activation checkpointing in PEFT's model. Prints tokens per second, peak memory and the share
@@ -14,11 +15,11 @@ import functools
 import gc
 import importlib
 import itertools
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from report import Row, add_json_option, print_row, save_rows
 from train_gpu import StepFn, build_torch_step, measure_steps, print_profile
 
 import cutaway as ct
@@ -129,13 +130,18 @@ def required_flops(args: Any) -> float:
     return float(args.seq_len * (4 * matrices + attention))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("layers", 32), ("seq-len", 4096), ("rank", 16), ("rounds", 3), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
     for name in ("profile", "qlora", "checkpointing", "no-peft"):
         parser.add_argument(f"--{name}", action="store_true")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     torch.set_float32_matmul_precision("high")
     print(torch.__version__, torch.cuda.get_device_name(), flush=True)
     variants: dict[str, tuple[Any, ...]] = {"cutaway": ("none",)}
@@ -151,7 +157,7 @@ def main() -> None:
     if not args.no_peft:
         builders["peft compiled"] = lambda: build_peft_step(args)
     limit = required_flops(args) / PEAK_FLOPS
-    results = {}
+    rows = []
     for name, build in builders.items():
         gc.collect()
         torch.cuda.empty_cache()
@@ -159,21 +165,17 @@ def main() -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         seconds = measure_steps(step, args.rounds, args.steps)
-        peak = torch.cuda.max_memory_allocated() / 1e9
-        results[name] = {"tokens_per_second": args.seq_len / seconds, "GB": peak, "share_of_limit": limit / seconds}
-        print(
-            f"{name:31} {args.seq_len / seconds:9,.0f} tokens/s {peak:6.2f} GB {limit / seconds:6.1%} of peak",
-            flush=True,
-        )
+        row: Row = {"implementation": name, "layers": args.layers, "batch_size": 1, "seq_len": args.seq_len}
+        row |= {"tokens_per_second": args.seq_len / seconds, "share_of_limit": limit / seconds}
+        row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         if name in variants:
-            predicted = predicted_bytes(args, *variants[name]) / 1e9
-            results[name] |= {"predicted_GB": predicted}
-            print(f"{'':31} predicted {predicted:6.2f} GB, {predicted / peak - 1:+.1%}", flush=True)
+            row["predicted_memory_gb"] = predicted_bytes(args, *variants[name]) / 1e9
+        rows.append(print_row(row))
         if args.profile and name.startswith("cutaway"):
             print_profile(step)
         del step
         torch._dynamo.reset()
-    print(json.dumps(results))
+    save_rows(args.json, rows, device="cuda")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tokens per second of `cutaway train lora` on conversations of different lengths, compared with Trainer and PEFT.
 
     python bench/finetune_recipe.py [--model llama-3.2-1b] [--steps 60] [--warmup 30] [--device cuda] [--no-peft]
+                                     [--json FILE]
 
 A random base model with a byte tokenizer, random conversations of 100 to 900 tokens, and the recipe lora as shipped,
 with compiled blocks, and with packing. The peer is a transformers Trainer with PEFT on the same sequences, padded to
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.families.checkpoint import Checkpoint
@@ -70,23 +72,33 @@ def measure_recipe(base: Path, data: Path, directory: Path, args: Any, overrides
     return sum(tokens[args.warmup :]) / (times[-1] - times[args.warmup - 1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.2-1b")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=30)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-peft", action="store_true")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         tokenizer = save_base(root / "base", args.model)
         texts = write_conversations(root / "chat.jsonl", 800)
         for variant, overrides in VARIANTS.items():
             speed = measure_recipe(root / "base", root / "chat.jsonl", root / variant, args, overrides)
-            print(f"{variant:20} {speed:10,.0f} target tokens/s", flush=True)
+            row = {"implementation": "cutaway", "variant": variant, "model": args.model}
+            rows.append(print_row(row | {"target_tokens_per_second": speed}))
         if not args.no_peft:
-            print(f"{'Trainer and PEFT':20} {measure_trainer(root, tokenizer, texts, args):10,.0f} target tokens/s")
+            speed = measure_trainer(root, tokenizer, texts, args)
+            row = {"implementation": "Trainer and PEFT", "model": args.model}
+            rows.append(print_row(row | {"target_tokens_per_second": speed}))
+    save_rows(args.json, rows, device=args.device)
 
 
 def measure_trainer(root: Path, tokenizer: Tokenizer, texts: list[str], args: Any) -> float:

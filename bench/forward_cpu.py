@@ -1,6 +1,6 @@
 """GPT-2 124M, batch 2 × 256, fp32 on the CPU: forward and forward + backward compared with transformers, in one run.
 
-    python bench/forward_cpu.py [--repeats 30] [--json]
+    python bench/forward_cpu.py [--repeats 30] [--json FILE]
 
 The libraries alternate, in changing order, so that other load affects both; the result is the median of the ratios with
 quartiles, and the limit is the time of the same matmuls alone.
@@ -8,13 +8,13 @@ quartiles, and the limit is the time of the same matmuls alone.
 
 import argparse
 import importlib
-import json
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from report import add_json_option, print_row, save_rows
 from torch import nn
 
 import cutaway as ct
@@ -44,11 +44,15 @@ def build_matmul_baseline(model: nn.Module, rows: int, *, backward: bool) -> Cal
     return run
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
     transformers: Any = importlib.import_module("transformers")  # Any: its types are incomplete
 
     hf_config = transformers.GPT2Config(attn_implementation="sdpa", use_cache=False)
@@ -89,7 +93,7 @@ def main() -> None:
             build_matmul_baseline(cutaway_model, 512, backward=True),
         ),
     }
-    results = {}
+    rows = []
     for name, runs in cases.items():
         for run in runs * 2:
             run()
@@ -102,20 +106,10 @@ def main() -> None:
             statistics.median(column) * 1e3 for column in zip(*times, strict=True)
         )
         low, ratio, high = statistics.quantiles(row[0] / row[1] for row in times)
-        results[name] = {
-            "cutaway_ms": cutaway_ms,
-            "transformers_ms": transformers_ms,
-            "ratio": ratio,
-            "matmul_ms": matmul_ms,
-        }
-        if not arguments.json:
-            print(
-                f"{name:19} cutaway {cutaway_ms:5.0f} ms   transformers {transformers_ms:5.0f} ms"
-                f"   ratio {ratio:.3f} ({low:.3f} to {high:.3f})"
-                f"   matmuls only {matmul_ms:5.0f} ms, {matmul_ms / cutaway_ms:.0%} of cutaway"
-            )
-    if arguments.json:
-        print(json.dumps(results, indent=2))
+        result = {"case": name, "cutaway_ms": cutaway_ms, "transformers_ms": transformers_ms, "ratio": ratio}
+        result |= {"ratio_quartiles": [low, high], "matmul_ms": matmul_ms, "matmul_share": matmul_ms / cutaway_ms}
+        rows.append(print_row(result))
+    save_rows(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from report import print_row, save_rows
+from report import Row, add_json_option, print_row, save_rows
 
 SHORT_TOKENS, LONG_TOKENS = 8, 72
 
@@ -48,10 +47,10 @@ def measure_cutaway(path: str, threads: int, prompt_len: int, *, dequantize: boo
     seconds(16, 4, 0)
     short, long = seconds(16, SHORT_TOKENS, 1), seconds(16, LONG_TOKENS, 1)
     return {
-        "decode tokens/s": (LONG_TOKENS - SHORT_TOKENS) / (long - short),
-        "prefill tokens/s": prompt_len / seconds(prompt_len, 1, 2),
-        "load seconds": load_seconds,
-        "memory bytes": resident_bytes() - start_bytes,
+        "decode_tokens_per_second": (LONG_TOKENS - SHORT_TOKENS) / (long - short),
+        "prefill_tokens_per_second": prompt_len / seconds(prompt_len, 1, 2),
+        "load_seconds": load_seconds,
+        "memory_mb": (resident_bytes() - start_bytes) / 1e6,
     }
 
 
@@ -76,10 +75,10 @@ def measure_llama_cpp(path: str, threads: int, prompt_len: int) -> dict[str, flo
 
     timings(16, 4)
     return {
-        "decode tokens/s": timings(16, LONG_TOKENS)["predicted_per_second"],
-        "prefill tokens/s": timings(prompt_len, 1)["prompt_per_second"],
-        "load seconds": load_seconds,
-        "memory bytes": resident_bytes() - start_bytes,
+        "decode_tokens_per_second": timings(16, LONG_TOKENS)["predicted_per_second"],
+        "prefill_tokens_per_second": timings(prompt_len, 1)["prompt_per_second"],
+        "load_seconds": load_seconds,
+        "memory_mb": (resident_bytes() - start_bytes) / 1e6,
     }
 
 
@@ -91,15 +90,19 @@ def run_measurement(name: str, arguments: Any, results: Any) -> None:
         results.put(measure_cutaway(*options, dequantize=name == "unpacked"))
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="a .gguf file")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", action="append", help="cutaway, unpacked or llama.cpp")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
     names = arguments.only or ["cutaway", "unpacked", *(["llama.cpp"] if find_spec("xllamacpp") else [])]
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     context = multiprocessing.get_context("spawn")
@@ -110,14 +113,14 @@ def main() -> None:
             process.start()
             measured[name].append(results.get())
             process.join()
-    file_bytes = Path(arguments.model).stat().st_size
+    file = Path(arguments.model)
+    file_mb = file.stat().st_size / 1e6
     rows = []
     for name in names:
-        row = {key: statistics.median(each[key] for each in measured[name]) for key in measured[name][0]}
-        row["memory / file"] = row.pop("memory bytes") / file_bytes
-        rows.append(print_row({"implementation": name, **row}))
-    sys.stdout.write(f"file: {file_bytes / 1e6:.1f} MB; {arguments.threads} threads\n")
-    save_rows(arguments.json, rows, file_bytes=file_bytes, threads=arguments.threads)
+        row: Row = {"implementation": name, "file": file.name, "file_mb": file_mb, "prompt_len": arguments.prompt_len}
+        row |= {key: statistics.median(each[key] for each in measured[name]) for key in measured[name][0]}
+        rows.append(print_row(row | {"memory_per_file_size": row["memory_mb"] / file_mb}))
+    save_rows(arguments.json, rows, threads=arguments.threads)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Latency of inspector queries: GPT-2 124M, 512 tokens, 2 CPU cores. Limits: 2 s in total, 150 ms per activation.
 
-python bench/inspect_latency.py
+python bench/inspect_latency.py [--model gpt2] [--tokens 512] [--repeats 5] [--json FILE]
 """
 
 import argparse
@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
@@ -30,12 +31,17 @@ def append_time(times: list[float], frame: bytes) -> None:
     times.append(time.perf_counter())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     model: Any = ct.build(args.model, seed=0)
     inspector = build_inspector(model, name=args.model)
     num_layers = len(inspector.output_stack.blocks)
@@ -77,12 +83,14 @@ def main() -> None:
             model.hidden_states(torch.tensor([model_input["tokens"]]))
             forward.append(time.perf_counter() - start)
     print(f"{args.model}, {args.tokens} tokens, {torch.get_num_threads()} threads")
-    print(f"{'forward pass':18}{1e3 * median(forward):8.0f} ms")
-    print(f"{'first block':18}{1e3 * median(first):8.0f} ms")
-    print(f"{'total':18}{1e3 * median(total):8.0f} ms   (limit 2000)")
-    for name, times in other_queries.items():
-        limit = "   (limit 150)" if name.startswith("activation") else ""
-        print(f"{name:18}{1e3 * median(times):8.0f} ms{limit}")
+    rows = []
+    for name, times in {"forward pass": forward, "first block": first, "total": total, **other_queries}.items():
+        row: Row = {"case": name, "model": args.model, "num_tokens": args.tokens, "ms": 1e3 * median(times)}
+        if name == "total" or name.startswith("activation"):
+            row["limit_ms"] = 2000 if name == "total" else 150
+        rows.append(print_row(row))
+    save_rows(args.json, rows)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -8,10 +8,9 @@ Each product is captured in a CUDA graph with as many weight matrices as exceed 
 import argparse
 import itertools
 import statistics
-from pathlib import Path
 
 import torch
-from report import print_row, save_rows
+from report import add_json_option, print_row, save_rows
 
 from cutaway.bench.hardware import measure_copy_bandwidth
 from cutaway.quantization import cuda_weights, int8_linear
@@ -71,16 +70,21 @@ def tile_choices(weight: CUDAWeight, rows: int, *, gated: bool) -> list[dict[str
     return choices
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--format", action="append", choices=list(BLOCK_FORMATS))
     parser.add_argument("--rows", type=int, action="append")
     parser.add_argument("--tune", action="store_true", help="try several numbers of tiles, warps and stages")
     parser.add_argument("--int8", action="store_true", help="use int8_linear.cu in place of packed_linear.cu")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     cuda_weights.INT8_PRODUCTS = args.int8
-    bandwidth, rows_out = measure_copy_bandwidth(torch.device("cuda")), []
+    bandwidth = measure_copy_bandwidth(torch.device("cuda"))
+    rows_out = [print_row({"case": "copy", "terabytes_per_second": bandwidth / 1e12})]
     for name in args.format or ["Q4_0", "INT4_G128", "Q8_0"]:
         for product, (rows, columns) in SHAPES.items():
             first = random_weight(name, rows, columns)
@@ -100,13 +104,13 @@ def main() -> None:
                         "format": name,
                         "product": product,
                         "rows": num_rows,
-                        **(choice or {}),
+                        **{name.lower(): value for name, value in (choice or {}).items()},
                         "microseconds": seconds * 1e6,
                     }
-                    row["share of bandwidth"] = first.nbytes / seconds / bandwidth
+                    row["share_of_bandwidth"] = first.nbytes / seconds / bandwidth
                     rows_out.append(print_row(row))
             del weights, first
-    save_rows(args.json, rows_out, bandwidth=bandwidth)
+    save_rows(args.json, rows_out, device="cuda")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ least half of the stated one.
 """
 
 import argparse
-import json
 import math
 import random
 import sysconfig
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import add_json_option, print_row, save_rows
 from torch import Tensor
 
 import cutaway as ct
@@ -85,21 +85,24 @@ def check_text(checkpoint: Checkpoint, text: str) -> list[tuple[str, bool]]:
     return statements
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num-texts", type=int, default=200)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    report = {}
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    rows = []
     for name in ("tiny-english", "tiny-python"):
         checkpoint = ct.load(name, dtype=torch.float32)
         results = [check_text(checkpoint, text) for text in sample_texts(name, checkpoint, args.num_texts)]
         for kind in ("token", "copy", "sublayer"):
             flags = [flag for statements in results for each, flag in statements if each == kind]
-            report[f"{name} {kind}"] = {"statements": len(flags), "share": sum(flags) / max(1, len(flags))}
-            print(f"{name}, {kind}: {sum(flags)} of {len(flags)} statements hold, {len(results)} texts", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+            row = {"case": kind, "model": name, "num_texts": len(results), "num_statements": len(flags)}
+            rows.append(print_row(row | {"num_holding": sum(flags), "share_holding": sum(flags) / max(1, len(flags))}))
+    save_rows(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compare DPO, IPO, KTO and ORPO losses and gradients with the loss functions of TRL's trainers, in fp64.
 
     pip install --no-deps --target /tmp/trl trl
-    python bench/preference_losses.py --trl /tmp/trl
+    python bench/preference_losses.py --trl /tmp/trl [--json FILE]
 
 The functions are read from the source of TRL and run on a model whose logits are a random table. So TRL's dependencies
 are not needed. TRL's ORPO casts to fp32; the cast is replaced by one to fp64.
@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from report import add_json_option, print_row, save_rows
 from torch import Tensor, nn
 
 from cutaway.train.data.datasets import Row
@@ -158,10 +159,16 @@ def trl_orpo(path: Path, answers: AnswerBatch, policy: BigramModel) -> Tensor:
     return loss
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, required=True, help="directory that contains the package trl")
-    path = parser.parse_args().trl / "trl"
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    path = args.trl / "trl"
     policy, reference, frozen = BigramModel(0), BigramModel(1), ReferenceModel(BigramModel(1))  # type: ignore[arg-type]
     rows = random_pairs()
     pairs = PairDataset(rows, 0, pad_id=0).collate(rows)
@@ -204,15 +211,15 @@ def main() -> None:
     ours = orpo(pairs, ORPOConfig(beta=BETA)).loss(policy)  # type: ignore[arg-type]
     results.append(("orpo", ours.loss / ours.weight, trl_orpo(path, pairs.answers, policy), policy))
 
-    worst = 0.0
+    worst, rows_out = 0.0, []
     for name, loss, expected, model in results:
         grad, expected_grad = (torch.autograd.grad(each, [model.table])[0] for each in (loss, expected))
         error, grad_error = abs(float((loss - expected).detach())), float((grad - expected_grad).abs().max())
         worst = max(worst, error, grad_error)
-        sys.stdout.write(
-            f"{name:12} loss {float(loss.detach()):9.6f}, difference {error:.1e}; gradient up to"
-            f" {float(grad.abs().max()):.3f}, difference {grad_error:.1e}\n"
-        )
+        row = {"case": name, "loss": float(loss.detach()), "loss_difference": error}
+        row |= {"largest_gradient": float(grad.abs().max()), "gradient_difference": grad_error}
+        rows_out.append(print_row(row))
+    save_rows(args.json, rows_out)
     sys.exit(worst > MAX_ERROR)
 
 

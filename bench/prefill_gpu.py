@@ -15,11 +15,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from report import print_row, save_rows
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.generate import Engine, EngineConfig, SamplingParams
@@ -78,7 +77,8 @@ def build_peer(config: Any) -> Any:
     return peer.eval()
 
 
-def measure_case(model: Any, peer: Any, case: str, repeats: int, flops: float) -> dict[str, Any]:
+def measure_case(model: Any, peer: Any, case: str, repeats: int, flops: float) -> list[Row]:
+    """Rows of all implementations. "forward pass" is without an engine, of 8 prompts at a time."""
     batch_size, length = map(int, case.split("x"))
     vocab_size = model.config.vocab_size
 
@@ -87,20 +87,23 @@ def measure_case(model: Any, peer: Any, case: str, repeats: int, flops: float) -
 
     given = [prompts() for _ in range(repeats + 5)]
     queue = itertools.cycle(given)
-    row: dict[str, Any] = {"case": case, "limit ms": limit_ms(model, batch_size, length, flops)}
-    row["cutaway ms"] = median_ms(lambda: ct.generate(model, next(queue), max_new_tokens=1, temperature=0), repeats)
-    row["engine ms"] = measure_engine(model, given)
+    limit = limit_ms(model, batch_size, length, flops)
+    generate_ms = median_ms(lambda: ct.generate(model, next(queue), max_new_tokens=1, temperature=0), repeats)
+    times = {("cutaway", "generate"): generate_ms, ("cutaway", "running engine"): measure_engine(model, given)}
     tokens = torch.tensor(given[0][:8], device="cuda")
     with torch.no_grad():
-        row["cutaway forward ms"] = median_ms(lambda: model.hidden_states(tokens), repeats) * batch_size / len(tokens)
+        forward_ms = median_ms(lambda: model.hidden_states(tokens), repeats)
+    times["cutaway", "forward pass"] = forward_ms * batch_size / len(tokens)
     if peer is not None:
         batch = torch.tensor(given[0], device="cuda")
         options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         with torch.no_grad():
-            row["transformers ms"] = median_ms(lambda: peer.generate(batch, **options), repeats)
-        row["ratio to transformers"] = row["cutaway ms"] / row["transformers ms"]
-    row["share of the limit"] = row["limit ms"] / row["cutaway ms"]
-    return print_row(row)
+            times["transformers", "generate"] = median_ms(lambda: peer.generate(batch, **options), repeats)
+    rows = []
+    for (implementation, method), ms in times.items():
+        row: Row = {"case": case, "implementation": implementation, "method": method, "first_token_ms": ms}
+        rows.append(print_row(row | {"limit_ms": limit, "share_of_limit": limit / ms}))
+    return rows
 
 
 def measure_engine(model: Any, batches: list[list[list[int]]]) -> float:
@@ -136,27 +139,31 @@ def print_profile(model: Any, case: str) -> None:
     pstats.Stats(python_profile).sort_stats("cumulative").print_stats(60)
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="llama-3-8b", help="preset of a Llama model")
     parser.add_argument("--case", action="append", help=f"prompts × tokens; default {', '.join(CASES)}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     model: Any = ct.build(args.model, device="cuda", dtype=torch.bfloat16, seed=0)
     flops = measure_matmul_flops()
-    print(f"{torch.cuda.get_device_name()}, {flops / 1e12:.0f} TFLOP/s")
+    print(torch.cuda.get_device_name())
+    rows = [print_row({"case": "matrix product", "teraflops": flops / 1e12})]
     peer = None if args.no_peer else build_peer(model.config)
-    rows = []
     for case in args.case or CASES:
-        rows.append(measure_case(model, peer, case, args.repeats, flops))
+        rows += measure_case(model, peer, case, args.repeats, flops)
         if args.profile:
             print_profile(model, case)
         gc.collect()
         torch.cuda.empty_cache()
-    save_rows(args.json, rows, flops=flops)
+    save_rows(args.json, rows, device="cuda")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Latency of honest clients of `cutaway serve` while others send hostile requests.
 
-    python bench/serve_hostile.py --seconds 10
+    python bench/serve_hostile.py --seconds 10 [--json FILE]
 
 For each attack, 4 clients send it in a loop, and an honest client measures 4-token completions and /health. The
 attacks come from 127.0.0.2, the honest requests from 127.0.0.1. Median latencies are compared with those measured
@@ -23,6 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
+
+from report import add_json_option, print_row, save_rows
 
 NUM_ATTACKERS = 4
 HOST_HEADER = "Host: localhost\r\n"
@@ -199,15 +201,21 @@ def measure_shutdown(process: "subprocess.Popen[bytes]", port: int) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--source", default="tiny-python")
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement")
     parser.add_argument("--only", default="", help="run only the attacks whose name contains one of these words")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
     command = [sys.executable, "-m", "cutaway", "serve", args.source, "--port", "0", "--dtype", "float32", "--json"]
     server = subprocess.Popen([*command, "--shutdown-timeout", "1"], stdout=subprocess.PIPE)
     ratios: dict[str, float] = {}
+    rows = []
     try:
         assert server.stdout is not None
         port = int(json.loads(server.stdout.readline())["url"].rsplit(":", 1)[1])
@@ -219,9 +227,6 @@ def main() -> int:
         partial = http_request("/tokenize", b"{" * 20)[:-19]
         attacks["780 slow bodies"] = lambda outcomes: [hold_connections(port, 780, partial, outcomes)]
         attacks["1,100 silent connections"] = lambda outcomes: [hold_connections(port, 1100, b"", outcomes)]
-        print(
-            f"{'attack':40} {'alone':>8} {'attacked':>9} {'ratio':>6} {'/health p99':>12}  responses to the attackers"
-        )
         for name, start in attacks.items():
             if not any(word in name for word in args.only.split(",")):
                 continue
@@ -230,15 +235,17 @@ def main() -> int:
             before, after = statistics.median(alone), statistics.median(attacked)
             ratios[name] = after / before
             health = sorted(healths)[int(len(healths) * 0.99)]
-            line = f"{name:40} {before * 1e3:6.0f}ms {after * 1e3:7.0f}ms {after / before:6.2f} {health * 1e3:10.0f}ms"
-            print(f"{line}  {outcomes}", flush=True)
-        print(f"SIGTERM beyond --shutdown-timeout: {measure_shutdown(server, port)}")
+            row = {"case": name, "alone_ms": before * 1e3, "attacked_ms": after * 1e3, "ratio": after / before}
+            rows.append(print_row(row | {"health_p99_ms": health * 1e3, "responses_to_attackers": outcomes}))
+        shutdown = measure_shutdown(server, port)
+        rows.append(print_row({"case": "SIGTERM beyond --shutdown-timeout", "responses": shutdown}))
     finally:
         server.kill()
     rejected = [ratio for name, ratio in ratios.items() if name in list(attacks)[: list(attacks).index(CONTROL)]]
     largest = max(rejected, default=0.0)
-    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    print(f"largest ratio of rejected bodies {largest:.2f}; {load}")
+    row = {"case": "rejected bodies", "largest_ratio": largest, "load_average": os.getloadavg()[0]}
+    rows.append(print_row(row))
+    save_rows(args.json, rows)
     return 0 if largest <= 2 else 1
 
 

@@ -33,6 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from report import add_json_option, print_row, save_rows
+
 PROMPTS = [
     "def add(",
     "import os\n",
@@ -326,6 +328,10 @@ def percentiles(values: list[float]) -> dict[str, float]:
     }
 
 
+def field_name(kind: str) -> str:
+    return kind.replace("=", "_").replace(" ", "_")
+
+
 def measure_memory(source: str, args: argparse.Namespace) -> dict[str, Any]:
     """Resident memory in MiB after the start, and after a request of 64 tokens."""
     with running_server(source) as server:
@@ -357,16 +363,16 @@ def measure_n(source: str, args: argparse.Namespace) -> dict[str, Any]:
             asyncio.run(timed_request(server.port, token_request(rng, 4, max_tokens=2)))  # memory of the first pass
             before = server.rss
             asyncio.run(run(server.port, kind))
-            result[f"{kind}: added MiB"] = server.rss - before
+            result[f"{field_name(kind)}_added_mib"] = server.rss - before
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     with running_server(source) as server:
         for _ in range(args.repeats):
             for kind in kinds:  # alternating, since other programs slow the machine down at times
                 times[kind].append(asyncio.run(run(server.port, kind)))
-    result |= {f"{kind}: seconds": statistics.median(times[kind]) for kind in kinds}
+    result |= {f"{field_name(kind)}_seconds": statistics.median(times[kind]) for kind in kinds}
     for kind in kinds[1:]:
         ratios = [a / b for a, b in zip(times["n=3"], times[kind], strict=True)]
-        result[f"n=3 / {kind}"] = statistics.median(ratios)
+        result[f"n_3_over_{field_name(kind)}"] = statistics.median(ratios)
     return result
 
 
@@ -399,7 +405,12 @@ def measure_small(source: str, args: argparse.Namespace) -> dict[str, Any]:
     with running_server(source) as server:
         asyncio.run(run(server.port))
     first, ratio = beside[0] / statistics.median(alone), statistics.median(beside) / statistics.median(alone)
-    return {"alone": percentiles(alone), "beside": percentiles(beside), "first_ratio": first, "median_ratio": ratio}
+    return {
+        "alone_seconds": percentiles(alone),
+        "beside_seconds": percentiles(beside),
+        "first_ratio": first,
+        "median_ratio": ratio,
+    }
 
 
 def measure_mixed(source: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -468,10 +479,10 @@ def measure_load(source: str, args: argparse.Namespace) -> dict[str, Any]:
             "capacity_requests_per_second": capacity,
             "share": args.share,
             "outcomes": dict(outcomes),
-            "latency": percentiles(latencies),
-            "time_to_first_token": percentiles(first_tokens),
-            "health": percentiles([seconds for seconds, _ in health]),
-            "health_without_cpu_wait": percentiles([max(0.0, seconds - wait) for seconds, wait in health]),
+            "latency_seconds": percentiles(latencies),
+            "first_token_seconds": percentiles(first_tokens),
+            "health_seconds": percentiles([seconds for seconds, _ in health]),
+            "health_without_cpu_wait_seconds": percentiles([max(0.0, seconds - wait) for seconds, wait in health]),
             "rss_mib": {"start": before, "end": server.rss},
         }
 
@@ -505,8 +516,8 @@ def measure_clients(source: str, args: argparse.Namespace) -> dict[str, Any]:
         return {
             "outcomes": dict(result.outcomes),
             "mismatches": result.mismatches,
-            "latency": percentiles(result.latencies),
-            "health": percentiles([seconds for seconds, _ in health]),
+            "latency_seconds": percentiles(result.latencies),
+            "health_seconds": percentiles([seconds for seconds, _ in health]),
             "rss_mib": {"start": before, "end": server.rss},
             "burst": dict(burst.outcomes),
         }
@@ -523,7 +534,7 @@ MEASUREMENTS: dict[str, Callable[[str, argparse.Namespace], dict[str, Any]]] = {
 ALLOWED_OUTCOMES = {"correct", "disconnected", "rejected"}
 
 
-def main() -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("measurements", nargs="*", choices=[*MEASUREMENTS, []], help="default: all")
     parser.add_argument("--source", default="tiny-python")
@@ -538,21 +549,23 @@ def main() -> int:
     parser.add_argument("--capacity-seconds", type=float, default=15)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    args = parser.parse_args()
-    results: dict[str, Any] = {}
+    add_json_option(parser)
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    rows = []
     for name in args.measurements or MEASUREMENTS:
         measure = MEASUREMENTS[name]
         if args.preset is not None and name in ("memory", "n", "small"):
             with random_checkpoint(args.preset) as source:
-                results[name] = measure(source, args)
+                result = measure(source, args)
         else:
-            results[name] = measure(args.source, args)
-        print(f"{name}: {json.dumps(results[name], indent=2)}", flush=True)
-    results["load_average"] = os.getloadavg()[0]
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
-    outcomes = {key for result in results.values() if isinstance(result, dict) for key in result.get("outcomes", ())}
+            result = measure(args.source, args)
+        rows.append(print_row({"case": name, **result, "load_average": os.getloadavg()[0]}))
+    save_rows(args.json, rows)
+    outcomes = {key for row in rows for key in row.get("outcomes", ())}
     return 0 if outcomes <= ALLOWED_OUTCOMES else 1
 
 

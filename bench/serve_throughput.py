@@ -8,18 +8,16 @@ Start the servers on the same machine with the same weights, then name them. The
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
+from report import Row, add_json_option, print_row, save_rows
 
 PROMPT = "Write a story about a girl, a dog and a long journey over the sea. "
 
 
-async def complete(client: AsyncOpenAI, model: str, index: int, args: argparse.Namespace) -> tuple[float, float, int]:
+async def complete(client: Any, model: str, index: int, args: argparse.Namespace) -> tuple[float, float, int]:
     """Time to first token, time of the whole answer, and number of tokens of one streamed completion."""
     start = time.perf_counter()
     first, count = 0.0, 0
@@ -39,6 +37,8 @@ async def complete(client: AsyncOpenAI, model: str, index: int, args: argparse.N
 
 
 async def measure(url: str, num_clients: int, args: argparse.Namespace) -> dict[str, float]:
+    from openai import AsyncOpenAI
+
     async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=1200) as client:
         models = (await client.models.list()).data
         model = models[0].id if models else args.model
@@ -48,12 +48,12 @@ async def measure(url: str, num_clients: int, args: argparse.Namespace) -> dict[
         seconds = time.perf_counter() - start
     return {
         "tokens_per_second": sum(count for _, _, count in results) / seconds,
-        "time_to_first_token": statistics.median(first for first, _, _ in results),
-        "chunks": sum(count for _, _, count in results),
+        "first_token_seconds": statistics.median(first for first, _, _ in results),
+        "num_chunks": sum(count for _, _, count in results),
     }
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("servers", nargs="+", metavar="NAME=URL")
     parser.add_argument("--model", default="", help="name of the model for servers that list none")
@@ -62,10 +62,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-repeats", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     servers = dict(server.split("=", 1) for server in args.servers)
-    results: dict[str, Any] = {}
+    results: list[Row] = []
     for num_clients in args.clients:
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
         for _ in range(args.rounds):
@@ -73,13 +77,8 @@ def main() -> None:
                 rounds[name].append(asyncio.run(measure(url, num_clients, args)))
         for name, values in rounds.items():
             medians = {key: statistics.median(value[key] for value in values) for key in values[0]}
-            results[f"{name}, {num_clients} clients"] = medians
-            print(
-                f"{name:12} {num_clients:3} clients: {medians['tokens_per_second']:8.1f} tokens/s,"
-                f" first token after {medians['time_to_first_token']:6.2f} s"
-            )
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            results.append(print_row({"implementation": name, "num_clients": num_clients, **medians}))
+    save_rows(args.json, results)
 
 
 if __name__ == "__main__":

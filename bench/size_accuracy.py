@@ -8,16 +8,14 @@ published peaks. Copy bandwidth and matmul FLOP/s of the device are measured in 
 
 import argparse
 import gc
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.config import Config
@@ -159,9 +157,9 @@ def measure_training_memory(options: dict[str, Any]) -> dict[str, Any]:
         step()
     measured = torch.cuda.max_memory_allocated() - base
     return options | {
-        "estimated": size.memory.total_bytes,
-        "measured": measured,
-        "error": size.memory.total_bytes / measured - 1,
+        "estimated_gb": size.memory.total_bytes / 1e9,
+        "measured_gb": measured / 1e9,
+        "relative_error": size.memory.total_bytes / measured - 1,
     }
 
 
@@ -191,9 +189,9 @@ def measure_inference_memory(name: str, batch_size: int, context: int) -> dict[s
         "dtype": "bf16",
         "activation_checkpointing": "inference",
         "kernel": "auto",
-        "estimated": estimated,
-        "measured": measured,
-        "error": estimated / measured - 1,
+        "estimated_gb": estimated / 1e9,
+        "measured_gb": measured / 1e9,
+        "relative_error": estimated / measured - 1,
     }
 
 
@@ -211,14 +209,15 @@ def median_seconds(run: Callable[[], object], repeats: int = 15) -> float:
     return statistics.median(times)
 
 
-def measure_limits() -> dict[str, float]:
+def measure_limits() -> Row:
     """Measured copy bandwidth and matmul FLOPS of the device."""
     x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     return {
-        "copy_bandwidth": 2 * x.numel() / median_seconds(lambda: y.copy_(x)),
-        "matmul_bf16_flops": 2 * 8192**3 / median_seconds(lambda: a @ a),
+        "case": "limits",
+        "copy_terabytes_per_second": 2 * x.numel() / median_seconds(lambda: y.copy_(x)) / 1e12,
+        "matmul_bf16_teraflops": 2 * 8192**3 / median_seconds(lambda: a @ a) / 1e12,
     }
 
 
@@ -311,33 +310,19 @@ def build_decode_step(
     return graph.replay
 
 
-def print_row(row: dict[str, Any]) -> None:
-    name = f"{row['source']} {row['batch_size']}×{row['context']} {row['dtype']}"
-    if "error" in row:
-        mode = f"{row['activation_checkpointing']:9} {row['kernel']:8}"
-        mode += f" {row['quantization']} {row['adapter']}" if "adapter" in row else ""
-        estimated, measured = (f"{row[key] / 1e9:7.3f}" for key in ("estimated", "measured"))
-        line = f"{name:32} {mode} estimated {estimated} GB, measured {measured}: {row['error']:+.2%}"
-    else:
-        low, high = (f"{1e3 * seconds:.2f}" for seconds in row["expected_seconds"])
-        line = (
-            f"{name:32} {row['workload']:18} bound {1e3 * row['min_seconds']:8.3f} ms ({row['bottleneck']}),"
-            f" expected {low}–{high}, measured {1e3 * row['measured_seconds']:8.3f}:"
-            f" {row['fraction_of_bound']:.0%} of the bound, within the expected range: {row['within_expected']}"
-        )
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--memory", action="store_true", help="measure memory only")
     parser.add_argument("--time", action="store_true", help="measure time only")
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
     run_all = arguments.memory == arguments.time
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     if run_all or arguments.memory:
         for options in [*TRAINING_CASES, *ADAPTER_CASES]:
             rows.append(measure_training_memory(options))
@@ -347,12 +332,9 @@ def main() -> None:
             print_row(rows[-1])
     if run_all or arguments.time:
         free_gpu_memory()
-        rows.append(measure_limits())
-        copy_bandwidth, matmul_flops = rows[-1]["copy_bandwidth"], rows[-1]["matmul_bf16_flops"]
-        sys.stdout.write(f"copy {copy_bandwidth / 1e12:.2f} TB/s, bf16 matmul {matmul_flops / 1e12:.0f} TFLOP/s\n")
+        rows.append(print_row(measure_limits()))
         rows += measure_train_times(arguments.gpu) + measure_inference_times(arguments.gpu)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    save_rows(arguments.json, rows, device="cuda")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import torch
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.errors import CutawayError, InputError
@@ -56,7 +57,7 @@ def build_compiler(checkpoint: Any) -> GrammarCompiler:
     return get_grammar_compiler(tokenizer, model.config.vocab_size, generation_config.eos_token_ids)
 
 
-def measure_suite(args: argparse.Namespace) -> dict[str, Any]:
+def measure_suite(args: argparse.Namespace) -> Row:
     """Share of supported schemas, wrong decisions on their instances, and the times of compilation and masks."""
     checkpoint = ct.load(args.source)
     compiler = build_compiler(checkpoint)
@@ -93,16 +94,16 @@ def measure_suite(args: argparse.Namespace) -> dict[str, Any]:
                     break
             accepted = accepted and state.is_complete
             counts["instances"] += 1
-            counts["invalid accepted"] += accepted and not test["valid"]
-            counts["valid rejected"] += test["valid"] and not accepted
+            counts["invalid_accepted"] += accepted and not test["valid"]
+            counts["valid_rejected"] += test["valid"] and not accepted
             if accepted != test["valid"] and args.show_wrong:
                 print(json.dumps({"schema": entry["schema"], **test}))
     mask_times.sort()
     return {
         **counts,
         "supported": 1 - counts["refused"] / counts["schemas"],
-        "compile ms": {"median": statistics.median(compile_times) * 1e3, "max": max(compile_times) * 1e3},
-        "mask us": {
+        "compile_ms": {"median": statistics.median(compile_times) * 1e3, "max": max(compile_times) * 1e3},
+        "mask_us": {
             name: mask_times[int(share * (len(mask_times) - 1))] * 1e6
             for name, share in (("median", 0.5), ("p99", 0.99), ("max", 1.0))
         },
@@ -120,7 +121,7 @@ def supported_schemas(args: argparse.Namespace, compiler: GrammarCompiler) -> It
         yield entry["schema"]
 
 
-def measure_generations(args: argparse.Namespace) -> dict[str, Any]:
+def measure_generations(args: argparse.Namespace) -> Row:
     """Validity of sampled completions, each of which is checked by the jsonschema package."""
     checkpoint = ct.load(args.source)
     counts: Counter[str] = Counter()
@@ -165,7 +166,7 @@ def load_for_overhead(args: argparse.Namespace) -> tuple[Transformer, Tokenizer,
     return ct.build(config, device=args.device, dtype=dtype, seed=0), tokenizer, generation_config
 
 
-def measure_overhead(args: argparse.Namespace) -> dict[str, Any]:
+def measure_overhead(args: argparse.Namespace) -> Row:
     """Time per step with a schema, as a ratio to the same number of steps without, in alternating runs."""
     model, tokenizer, generation_config = load_for_overhead(args)
     compiler = get_grammar_compiler(tokenizer, model.config.vocab_size, generation_config.eos_token_ids)
@@ -208,16 +209,16 @@ def measure_overhead(args: argparse.Namespace) -> dict[str, Any]:
     engine.close()
     return {
         "model": args.preset or args.source,
-        "rows": args.rows,
-        "vocabulary": model.config.vocab_size,
+        "batch_size": args.rows,
+        "vocab_size": model.config.vocab_size,
         "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-        "ms per step, constrained": statistics.median(constrained) * 1e3,
-        "ms per step, unconstrained": statistics.median(free) * 1e3,
-        "runs": len(ratios),
+        "constrained_step_ms": statistics.median(constrained) * 1e3,
+        "unconstrained_step_ms": statistics.median(free) * 1e3,
+        "num_runs": len(ratios),
     }
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("measurement", choices=["suite", "generate", "overhead"])
     parser.add_argument("suites", nargs="+", type=Path)
@@ -233,14 +234,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="overhead: device of the model")
     parser.add_argument("--rows", type=int, default=1, help="overhead: number of requests in the batch")
     parser.add_argument("--show-wrong", action="store_true", help="suite: print instances with wrong decisions")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     measure = {"suite": measure_suite, "generate": measure_generations, "overhead": measure_overhead}
-    result = measure[args.measurement](args)
-    text = json.dumps(result, indent=2, ensure_ascii=False)
-    print(text)
-    if args.json is not None:
-        args.json.write_text(text + "\n", encoding="utf-8")
+    row = print_row({"case": args.measurement, **measure[args.measurement](args)})
+    save_rows(args.json, [row], device=args.device)
 
 
 if __name__ == "__main__":

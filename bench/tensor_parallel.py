@@ -1,6 +1,6 @@
 """Decode steps on N processes beside one process, and the ratio that `size` predicts.
 
-    python bench/tensor_parallel.py --processes 2
+    python bench/tensor_parallel.py --processes 2 [--json FILE]
 
 The prediction: a rank reads as many bytes per step as `ct.size(..., tp=N)` says, at the bandwidth that one process
 reaches, and waits for the all-reduces that `size` counts, each as long as a measured all-reduce of the same size. Each
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.model import Transformer
@@ -65,7 +66,7 @@ def run_rank(rank: int, size: int, directory: str, device_type: str, steps: int,
         Path(output).write_text(json.dumps(result))
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
@@ -73,7 +74,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
     d_model, size = arguments.d_model, arguments.processes
     attention = {"decoder.block.attention.heads": 16, "decoder.block.attention.kv_heads": 4}
     config = ct.config("tiny-llama").replace(
@@ -99,13 +105,17 @@ def main() -> None:
     before, measured = results[1]["decode"], results[size]["decode"]
     predicted = before * share + num_all_reduces * results[size]["all_reduce"]
     print(f"{one.num_parameters / 1e6:,.0f} M parameters in fp32, {arguments.device}, one sequence, {CONTEXT} tokens")
-    for label, seconds in (("1 process", before), (f"{size} processes", measured), ("predicted", predicted)):
-        ratio = before / seconds
-        print(f"{label:12} {seconds * 1e3:8.1f} ms per step, {1 / seconds:6.1f} tokens/s, {ratio:.2f} × of one process")
-    cpu_share = results[size]["cpu"] / results[1]["cpu"]
-    print(f"CPU time of a process per step: {cpu_share:.1%} of that of one process")
-    all_reduce = f"{num_all_reduces} all-reduces of {results[size]['all_reduce'] * 1e6:.0f} µs"
-    print(f"the prediction is {before * share * 1e3:.1f} ms to read {share:.1%} of the bytes, and {all_reduce}")
+    rows = []
+    for case, count, seconds in (("measured", 1, before), ("measured", size, measured), ("predicted", size, predicted)):
+        row: Row = {"case": case, "num_processes": count, "step_ms": seconds * 1e3, "tokens_per_second": 1 / seconds}
+        row["speedup"] = before / seconds
+        if case == "measured":
+            row["cpu_ms"] = results[count]["cpu"] * 1e3
+        else:
+            row |= {"read_ms": before * share * 1e3, "share_of_bytes": share, "num_all_reduces": num_all_reduces}
+            row["all_reduce_us"] = results[size]["all_reduce"] * 1e6
+        rows.append(print_row(row))
+    save_rows(arguments.json, rows, device=arguments.device, threads=1)
 
 
 if __name__ == "__main__":

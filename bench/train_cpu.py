@@ -15,11 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from report import Row, add_json_option, print_row, save_rows
 
 BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 4, 256, 50257
 LR, WEIGHT_DECAY, GRAD_CLIP = 6e-4, 0.1, 1.0
@@ -141,12 +141,16 @@ class WorkerProcess:
         self.process.wait()
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", metavar="FILE")
+    add_json_option(parser)
     parser.add_argument("--worker", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
     if arguments.worker:
         run_worker(arguments.worker)
         return
@@ -166,25 +170,11 @@ def main() -> None:
         worker.close()
         ratios = [baseline / seconds for baseline, seconds in zip(workers[best].seconds, worker.seconds, strict=True)]
         low, median_ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        rate, peak = BATCH_SIZE * SEQ_LEN / medians[name], worker.last_result["peak"] / 2**30
-        rows.append(
-            {
-                "implementation": name,
-                "seconds": medians[name],
-                "ratio": median_ratio,
-                "quartiles": [low, high],
-                "peak_gib": peak,
-            }
-        )
-        print(
-            f"{name:22} {medians[name]:6.2f} s per step, {rate:6.0f} tokens/s, peak {peak:.2f} GiB,"
-            f" {median_ratio:.2f} × {best} ({low:.2f}–{high:.2f})"
-        )
-    threads = torch.get_num_threads()
-    result = {"bench": "train_cpu", "torch": torch.__version__, "threads": threads, "best_baseline": best, "rows": rows}
-    print(json.dumps(result))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
+        row: Row = {"implementation": name, "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "step_seconds": medians[name]}
+        row["tokens_per_second"] = BATCH_SIZE * SEQ_LEN / medians[name]
+        row["peak_memory_gib"] = worker.last_result["peak"] / 2**30
+        rows.append(print_row(row | {"baseline": best, "speedup": median_ratio, "speedup_quartiles": [low, high]}))
+    save_rows(arguments.json, rows)
 
 
 if __name__ == "__main__":

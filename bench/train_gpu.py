@@ -1,17 +1,16 @@
 """Training steps on one GPU compared with nanoGPT and transformers, in one process.
 
-    python bench/train_gpu.py [--nanogpt DIRECTORY_WITH_NANOGPTS_model.py] [--rounds 5] [--steps 10] [--profile]
+    python bench/train_gpu.py [--nanogpt DIR] [--rounds 5] [--steps 10] [--profile] [--json FILE]
 
-GPT-2 124M, 64 × 1,024 tokens, and Llama-3.2-1B, 8 × 2,048 tokens, with random weights; bf16 autocast with fp32
-weights, AdamW, gradient clipping, no dropout, no synchronization within a round. The implementations alternate, because
-a GPU is slower when it is warm. Prints a table and a JSON line.
+DIR contains nanoGPT's model.py. GPT-2 124M, 64 × 1,024 tokens, and Llama-3.2-1B, 8 × 2,048 tokens, with random weights;
+bf16 autocast with fp32 weights, AdamW, gradient clipping, no dropout, no synchronization within a round. The
+implementations alternate, because a GPU is slower when it is warm.
 """
 
 import argparse
 import gc
 import importlib
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from report import Row, add_json_option, print_row, save_rows
 
 import cutaway as ct
 from cutaway.train.data.datasets import PackedBatch
@@ -135,7 +135,7 @@ def build_transformers_llama_step(batch_size: int, seq_len: int) -> StepFn:
 
 def compare_throughput(
     name: str, builders: dict[str, Callable[[], StepFn]], batch_size: int, seq_len: int, options: Any
-) -> dict[str, Any]:
+) -> list[Row]:
     """Measure the tokens per second of each library, in alternating rounds, and its peak memory."""
     steps: dict[str, StepFn] = {}
     memory: dict[str, float] = {}
@@ -160,15 +160,14 @@ def compare_throughput(
                 steps[library]()
             torch.cuda.synchronize()
             speeds[library].append(batch_size * seq_len * options.steps / (time.perf_counter() - start))
-    rows = {}
+    rows = []
     for library, measured in speeds.items():
         ratio = median(
             cutaway / library_speed for cutaway, library_speed in zip(speeds["cutaway"], measured, strict=True)
         )
-        rows[library] = {"tokens_per_second": median(measured), "GB": memory[library], "cutaway_ratio": ratio}
-        print(
-            f"{name:12} {library:13} {median(measured):>9,.0f} tokens/s {memory[library]:6.1f} GB cutaway {ratio:.3f} ×"
-        )
+        row: Row = {"implementation": library, "model": name, "batch_size": batch_size, "seq_len": seq_len}
+        row |= {"tokens_per_second": median(measured), "peak_memory_gb": memory[library]}
+        rows.append(print_row(row | {"speedup_of_cutaway": ratio}))
     if options.profile:
         print_profile(steps["cutaway"])
     return rows
@@ -205,13 +204,18 @@ def print_profile(step: StepFn) -> None:
         print(f"  {kernel.self_device_time_total / 1e3:8.2f} ms × {kernel.count:4} {kernel.key[:100]}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--nanogpt")
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nanogpt", metavar="DIR")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
-    args = parser.parse_args()
+    add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     torch.set_float32_matmul_precision("high")
     print(torch.__version__, torch.cuda.get_device_name(), flush=True)
     builders = {
@@ -220,15 +224,15 @@ def main() -> None:
     }
     if args.nanogpt and (Path(args.nanogpt) / "model.py").exists():
         builders["nanoGPT"] = lambda: build_nanogpt_step(args.nanogpt, 64, 1024)
-    results = {"gpt2-124m": compare_throughput("gpt2-124m", builders, 64, 1024, args)}
+    rows = compare_throughput("gpt2", builders, 64, 1024, args)
     gc.collect()
     torch.cuda.empty_cache()
     builders = {
         "cutaway": lambda: build_cutaway_step("llama-3.2-1b", 8, 2048),
         "transformers": lambda: build_transformers_llama_step(8, 2048),
     }
-    results["llama-1b"] = compare_throughput("llama-1b", builders, 8, 2048, args)
-    print(json.dumps(results))
+    rows += compare_throughput("llama-3.2-1b", builders, 8, 2048, args)
+    save_rows(args.json, rows, device="cuda")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Concurrent clients: all get their own response, and disconnects free resources; see also `bench/serve_load.py`."""
 
 import asyncio
-import importlib.util
 import json
 import threading
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+from support.benchmarks import import_benchmark
 from support.server import RunningServer, load_tiny_python, start_server
 
 from cutaway.serve.limits import Limits
@@ -16,14 +16,9 @@ pytestmark = pytest.mark.unchecked
 
 
 @pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "bench" / "serve_load.py"
-    spec = importlib.util.spec_from_file_location("bench_serve", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def bench() -> Iterator[ModuleType]:
+    with import_benchmark("serve_load") as module:
+        yield module
 
 
 def poll_health(server: RunningServer, stop: threading.Event, statuses: list[int]) -> None:
