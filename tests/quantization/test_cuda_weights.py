@@ -77,6 +77,28 @@ def test_products_equal_those_with_dequantized_weights(name: str, rows: int, dty
         assert_near(y, stream.double() + h @ w.T + bias.double(), 1e-4 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 80])
+def test_columns_in_another_order(rows: int) -> None:
+    from cutaway.generate.fast.gpu_linear import NormParams, fused_linear, split_k_linear
+    from cutaway.generate.fast.quantized_weights import PackedLinearWeight
+    from cutaway.quantization.cuda_weights import pack_for_cuda
+
+    torch.manual_seed(0)
+    blocks, order = random_blocks("INT4_G128", 208, 10).cuda(), torch.randperm(1280, device="cuda")
+    packed = pack_for_cuda(blocks, BLOCK_FORMATS["INT4_G128"], order)
+    w = torch.empty(208, 1280, device="cuda")
+    w[:, order] = unpack_blocks(blocks, BLOCK_FORMATS["INT4_G128"]).dequantize()
+    assert_near(packed.dequantize(torch.float32), w, 1e-3)
+    w, x = packed.dequantize(torch.float32).double(), torch.randn(rows, 1280, device="cuda")
+    assert_near(packed.linear(x), x.double() @ w.T, 2e-5)
+    weight = PackedLinearWeight((packed,), None)
+    assert_near(split_k_linear(x, weight).sum(0), x.double() @ w.T, 2e-5)
+    norm = NormParams(torch.randn(1280, device="cuda"), None, 1e-5, False)
+    h = F.rms_norm(x.double(), (1280,), eps=1e-5) * norm.weight.double()
+    gate, up = (h @ w.T).chunk(2, -1)
+    assert_near(fused_linear(x, weight, norm=norm, act="silu", gated=True), F.silu(gate) * up, 1e-4)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_products_propagate_nonfinite_values(bad: float) -> None:
     from cutaway.quantization.cuda_weights import pack_for_cuda, packed_linear

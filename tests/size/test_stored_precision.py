@@ -100,7 +100,7 @@ WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "int", "group_size": 32, "symm
         (GPTQ | {"group_size": 32}, "q4_0"),
         (GPTQ | {"group_size": 64, "sym": False}, "q4_1"),
         (GPTQ | {"bits": 8}, "q8_0"),
-        (GPTQ | {"desc_act": True}, None),  # no block format
+        (GPTQ | {"desc_act": True}, "int4_g128"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "int4_g128"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None),  # fp4

@@ -89,7 +89,7 @@ def _find_format(quantization: Mapping[str, Any]) -> str | None:
             return "mxfp4"
         case "fp8" | "fbgemm_fp8":
             return "fp8_g128"
-        case "gptq" if not quantization.get("desc_act"):
+        case "gptq":
             return _integer_format(bits, group_size, is_symmetric=quantization.get("sym") is True)
         case "awq":
             return _integer_format(bits or 4, group_size, is_symmetric=quantization.get("zero_point") is False)
