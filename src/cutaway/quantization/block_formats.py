@@ -29,6 +29,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cutaway.quantization.format_table import BLOCK_FORMATS, BlockFormat
+from cutaway.quantization.k_quants import divide, pack_k_quants
 
 __all__ = [
     "BLOCK_FORMATS",
@@ -179,9 +180,11 @@ _UNPACK = {
 
 
 def pack_weights(weight: Float[Tensor, "rows columns"], format: BlockFormat) -> UInt8[Tensor, "rows bytes"]:
-    """Pack a matrix in the format Q8_0, Q4_1, Q4_K or Q6_K, with rounding to nearest."""
+    """Pack a matrix in the format Q8_0 or Q4_1, with rounding to nearest, or in Q4_K, Q5_K or Q6_K."""
+    if format.block_size == 256:
+        return pack_k_quants(weight, format.name)
     groups = torch.unflatten(weight.float(), -1, (-1, 32))
-    parts = {"Q8_0": _pack_q8_0, "Q4_1": _pack_q4_1, "Q4_K": _pack_q4_k, "Q6_K": _pack_q6_k}[format.name](groups)
+    parts = {"Q8_0": _pack_q8_0, "Q4_1": _pack_q4_1}[format.name](groups)
     return torch.cat(parts, -1).flatten(1)
 
 
@@ -219,51 +222,13 @@ def _round(x: Tensor, low: int, high: int) -> Tensor:
     return x.round().clamp(low, high).to(torch.int16)
 
 
-def _divide(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, and 0 where the scale is 0."""
-    return torch.where(scale == 0, 0, x / torch.where(scale == 0, 1, scale))
-
-
 def _pack_q8_0(groups: Tensor) -> list[Tensor]:
     scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
-    return [scale.view(torch.uint8), _round(_divide(groups, scale.float()), -127, 127).to(torch.int8).view(torch.uint8)]
+    return [scale.view(torch.uint8), _round(divide(groups, scale.float()), -127, 127).to(torch.int8).view(torch.uint8)]
 
 
 def _pack_q4_1(groups: Tensor) -> list[Tensor]:
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale, minimum = ((high - low) / 15).half(), low.half()
-    q = _round(_divide(groups - minimum.float(), scale.float()), 0, 15).to(torch.uint8)
+    q = _round(divide(groups - minimum.float(), scale.float()), 0, 15).to(torch.uint8)
     return [scale.view(torch.uint8), minimum.view(torch.uint8), q[..., :16] | q[..., 16:] << 4]
-
-
-def _pack_q4_k(groups: Tensor) -> list[Tensor]:
-    """Blocks of 8 groups with a scale and a minimum of 6 bits each: see `read_scales_q4_k` in linear.c."""
-    groups = torch.unflatten(groups, 1, (-1, 8))  # (rows, blocks, 8, 32)
-    low = groups.amin(-1).clamp(max=0)
-    scales, minima = (groups.amax(-1).clamp(min=0) - low) / 15, -low
-    d, d_min = ((each.amax(-1, keepdim=True) / 63).half() for each in (scales, minima))
-    s, m = (_round(_divide(each, unit.float()), 0, 63) for each, unit in ((scales, d), (minima, d_min)))
-    offset = (d_min.float() * m).unsqueeze(-1)
-    q = _round(_divide(groups + offset, (d.float() * s).unsqueeze(-1)), 0, 15)
-    packed = [
-        s[..., :4] | s[..., 4:] >> 4 << 6,
-        m[..., :4] | m[..., 4:] >> 4 << 6,
-        s[..., 4:] & 15 | (m[..., 4:] & 15) << 4,
-    ]
-    nibbles = (q[..., 0::2, :] | q[..., 1::2, :] << 4).flatten(-2)
-    return [d.view(torch.uint8), d_min.view(torch.uint8), *(each.to(torch.uint8) for each in (*packed, nibbles))]
-
-
-def _pack_q6_k(groups: Tensor) -> list[Tensor]:
-    """Blocks of 16 groups of 16 weights with a scale of 8 bits each: see `six_bits` in linear.c."""
-    groups = torch.unflatten(groups.flatten(1), 1, (-1, 16, 16))  # (rows, blocks, 16, 16)
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    scales = extreme / -32  # the integer of the extreme is −32
-    d = (scales.abs().amax(-1, keepdim=True) / 127).half()
-    s = _round(_divide(scales, d.float()), -128, 127)
-    q = _round(_divide(groups, (d.float() * s).unsqueeze(-1)), -32, 31) + 32
-    q = torch.unflatten(q.flatten(-2), -1, (2, 4, 32))  # two halves of four quarters of 32 weights
-    low = (q[..., 0:2, :] & 15 | (q[..., 2:4, :] & 15) << 4).flatten(-3)
-    high = (q[..., 0, :] >> 4 | q[..., 1, :] >> 4 << 2 | q[..., 2, :] >> 4 << 4 | q[..., 3, :] >> 4 << 6).flatten(-2)
-    parts = [low.to(torch.uint8), high.to(torch.uint8), s.to(torch.int8).view(torch.uint8)]
-    return [*parts, d.view(torch.uint8)]

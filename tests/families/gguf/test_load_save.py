@@ -15,7 +15,7 @@ import cutaway as ct
 from cutaway.errors import CutawayError
 from cutaway.families.config_tree import diff_configs
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
-from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile
+from cutaway.families.gguf.file_format import MIXED_TYPES, QUANTIZATIONS, GGUFFile
 from cutaway.families.gguf.load_save import save_gguf
 from cutaway.families.gguf.rope_fields import llama3_rope_factors
 from cutaway.tokenizer import byte_tokenizer
@@ -117,7 +117,7 @@ def test_transformers_loads_saved_gguf(arch: str, tmp_path: Path) -> None:
         torch.testing.assert_close(opened(tokens).logits, model(tokens).logits, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("quantization", GGML_TYPES)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_quantized_values_match_gguf_package(quantization: str, tmp_path: Path) -> None:
     _, checkpoint, _ = save_random_model("qwen2", 0, tmp_path)
     path = save_gguf(checkpoint, tmp_path / "quantized.gguf", quantization=quantization)
@@ -126,7 +126,32 @@ def test_quantized_values_match_gguf_package(quantization: str, tmp_path: Path) 
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         assert np.array_equal(file.read_tensor(tensor.name).float().numpy(), expected), tensor.name
     storage_types = {info.storage_type for info in file.tensor_infos.values()}
-    assert len(storage_types) == (1 if quantization == "f32" else 2)
+    assert len(storage_types) == (1 if quantization == "f32" else 3 if quantization in MIXED_TYPES else 2)
+
+
+@pytest.mark.parametrize(("tied", "arch"), [(True, "qwen2"), (False, "llama"), (False, "phi3")])
+def test_mixtures_have_the_types_of_llama_cpp(tied: bool, arch: str, tmp_path: Path) -> None:
+    """Types that llama-quantize chooses for a model of 16 layers: `use_more_bits` and the rules of the output matrix."""
+    config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 16, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "vocab_size": 97, "tie_word_embeddings": tied, "pad_token_id": 0}
+    classes: dict[str, Any] = {
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    }
+    config_class, model_class = classes[arch]
+    model_class(config_class(**config)).save_pretrained(tmp_path / "model")
+    checkpoint = ct.load(tmp_path / "model")
+    for quantization, most, fused, file_type in (("q4_k_m", "Q4_K", "Q5_K", 15), ("q5_k_m", "Q5_K", "Q6_K", 17)):
+        file = GGUFFile(save_gguf(checkpoint, tmp_path / f"{quantization}.gguf", quantization=quantization))
+        assert file.metadata["general.file_type"] == file_type
+        types = {name: info.quantization for name, info in file.tensor_infos.items() if len(info.shape) == 2}
+        assert types.pop("token_embd.weight") == ("Q6_K" if tied else most)
+        assert types.pop("output.weight", "Q6_K") == "Q6_K"
+        for name, actual in types.items():
+            more_bits = int(name.split(".")[1]) in (0, 1, 4, 7, 10, 13, 14, 15)
+            is_larger = name.endswith(("attn_v.weight", "ffn_down.weight")) and more_bits
+            assert actual == ("Q6_K" if is_larger else fused if "attn_qkv" in name else most), name
 
 
 @pytest.mark.parametrize("ggml_type", [k for k in gguf.GGMLQuantizationType if k in gguf.quants._type_traits])
