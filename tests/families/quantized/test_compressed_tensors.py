@@ -215,7 +215,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "integer scales": (set_tensor(f"{Q_PROJ}.weight_scale", lambda t: t.to(torch.int8)), "dtype int8"),
     "no zero points of rows": (
         set_tensor(f"{Q_PROJ}.weight_zero_point", lambda t: t[:3]),
-        r"weight_zero_point' has shape \[3, 1\]",
+        r"weight_zero_point' in 'model.safetensors' has shape \[3, 1\]",
     ),
     "another number of bits": (
         lambda path: edit_quantization_config(path, config_groups=config(num_bits=8)["config_groups"]),

@@ -10,8 +10,10 @@ import torch
 import transformers
 from support.quantized_checkpoints import (
     HIDDEN,
+    INTERMEDIATE,
     LLAMA,
     VOCAB,
+    WEIGHTS,
     QuantizedMatrix,
     check_checkpoints,
     edit_quantization_config,
@@ -237,6 +239,23 @@ def test_packed_matrices_take_the_memory_of_the_file(tmp_path: Path) -> None:
     assert sizes[0] < 0.27 * sizes[1]  # 4.25 bits instead of 16
 
 
+@pytest.mark.parametrize("with_g_idx", [True, False])
+def test_overrides_of_modules(with_g_idx: bool, tmp_path: Path) -> None:
+    """GPTQModel's `dynamic` has bits and group sizes of modules, by regular expressions; "-:" excludes a module."""
+
+    def quantize(weight: Tensor) -> QuantizedMatrix:
+        is_down = weight.shape[1] == INTERMEDIATE
+        matrix = gptq(bits=8 if is_down else 4, group_size=32 if is_down else 64, desc_act=with_g_idx)(weight)
+        if not with_g_idx:
+            del matrix.tensors["g_idx"]
+        return matrix
+
+    rules = {"-:.*o_proj": {}, "+:.*down_proj": {"bits": 8, "group_size": 32}}
+    config = gptq_config(group_size=64, dynamic=rules, desc_act=with_g_idx)
+    saved = save_checkpoints(tmp_path, quantize, config, plain_names=("o_proj",))
+    check_checkpoints(saved, {"Q4_0", "Q8_0"}, tmp_path)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing scales": (
         lambda path: edit_tensors(path, lambda tensors: tensors.pop(f"{Q_PROJ}.scales")),
@@ -283,6 +302,50 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
             path, lambda tensors: tensors.update({f"{Q_PROJ}.qweight": torch.zeros(0, HIDDEN, dtype=torch.int32)})
         ),
         "is empty",
+    ),
+    "groups of other columns": (
+        lambda path: edit_tensors(
+            path, lambda tensors: tensors.update({f"{Q_PROJ}.g_idx": tensors[f"{Q_PROJ}.g_idx"][:-1].clone()})
+        ),
+        r"q_proj.qweight' in 'model.safetensors' has shape \[16, 128\], which a matrix of 127 columns",
+    ),
+    "groups in two dimensions": (
+        lambda path: edit_tensors(
+            path, lambda tensors: tensors.update({f"{Q_PROJ}.g_idx": tensors[f"{Q_PROJ}.g_idx"][None]})
+        ),
+        r"q_proj.g_idx' in 'model.safetensors' has shape \[1, 128\], but .* requires 1 dimensions",
+    ),
+    "groups are not integers": (
+        lambda path: edit_tensors(
+            path, lambda tensors: tensors.update({f"{Q_PROJ}.g_idx": tensors[f"{Q_PROJ}.g_idx"].float()})
+        ),
+        r"q_proj.g_idx' in 'model.safetensors' has dtype float32, not int32 or int64",
+    ),
+    "desc_act without groups of columns": (
+        lambda path: (
+            edit_quantization_config(path, desc_act=True),
+            edit_tensors(path, lambda tensors: tensors.pop("model.layers.1.mlp.down_proj.g_idx")),
+        ),
+        r"layers.1.mlp.down_proj.g_idx' is missing, although config.json has desc_act",
+    ),
+    "zero points of another shape": (
+        lambda path: edit_tensors(
+            path, lambda tensors: tensors.update({f"{Q_PROJ}.qzeros": tensors[f"{Q_PROJ}.qzeros"][:, :3].clone()})
+        ),
+        r"q_proj.qzeros' in 'model.safetensors' has shape \[1, 3\], but .* requires \[1, 16\]",
+    ),
+    "overrides and zero points of another shape": (
+        lambda path: (
+            edit_quantization_config(path, dynamic={"model": {"bits": 8}}),
+            edit_tensors(
+                path, lambda tensors: tensors.update({f"{Q_PROJ}.qzeros": tensors[f"{Q_PROJ}.qzeros"][:, :3].clone()})
+            ),
+        ),
+        r"q_proj.qweight' in 'model.safetensors' has shape \[16, 128\], which a matrix of 128 columns of 0 bits",
+    ),
+    "truncated": (
+        lambda path: (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-100]),
+        "'model.safetensors' is not a complete safetensors file",
     ),
     "NaN in scales": (
         lambda path: edit_tensors(path, lambda tensors: tensors[f"{Q_PROJ}.scales"].fill_(float("nan"))),
