@@ -12,7 +12,7 @@ from support.family_configs import random_llama_config
 from support.family_parity import randomize_weights, rng
 
 import cutaway as ct
-from cutaway.errors import CutawayError
+from cutaway.errors import CutawayError, InputError, WeightError
 from cutaway.families.config_tree import diff_configs
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
 from cutaway.families.gguf.file_format import MIXED_TYPES, QUANTIZATIONS, GGUFFile, write_gguf
@@ -148,6 +148,20 @@ def test_mixtures_have_the_types_of_llama_cpp(tied: bool, tmp_path: Path) -> Non
             more_bits = int(name.split(".")[1]) in (0, 1, 4, 7, 10, 13, 14, 15)
             is_larger = name.endswith(("attn_v.weight", "ffn_down.weight")) and more_bits
             assert actual == ("Q6_K" if is_larger else fused if "attn_qkv" in name else most), name
+
+
+def test_weights_that_a_type_does_not_represent_are_refused(tmp_path: Path) -> None:
+    _, checkpoint, _ = save_random_model("llama", 0, tmp_path)
+    path = tmp_path / "out.gguf"
+    with pytest.raises(InputError, match=r"'q3' is not a supported quantization; use one of f32, .*, q4_k_m"):
+        save_gguf(checkpoint, path, quantization="q3")
+    with torch.no_grad():
+        checkpoint.model.stacks["decoder"].blocks[0].attn.f.q.weight[0, 0] = 1e6
+    for quantization in ("f16", "q8_0", "q4_k_m"):
+        with pytest.raises(WeightError, match=r"'blk.0.attn_q.weight' has values outside of the range of f16"):
+            save_gguf(checkpoint, path, quantization=quantization)
+    assert not path.exists()
+    save_gguf(checkpoint, path, quantization="bf16")
 
 
 @pytest.mark.parametrize("ggml_type", [k for k in gguf.GGMLQuantizationType if k in gguf.quants._type_traits])

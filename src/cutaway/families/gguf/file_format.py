@@ -267,10 +267,9 @@ def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, quantization:
     values = tensor.float().numpy()
     if not np.isfinite(values).all():
         raise WeightError(f"'{name}' has NaN or infinite values, which cannot be loaded; nothing is saved")
-    with np.errstate(over="ignore"):
-        packed = values if ggml_type == 0 else _quantize(gguf, values, ggml_type)
-    if ggml_type == 1 and not np.isfinite(packed).all():
+    if ggml_type not in (0, GGML_TYPES["bf16"]) and np.abs(values).max() > np.finfo(np.float16).max:  # also of scales
         raise WeightError(f"'{name}' has values outside of the range of f16; nothing is saved; use bf16 or f32")
+    packed = values if ggml_type == 0 else _quantize(gguf, values, ggml_type)
     writer.add_tensor(name, packed, raw_shape=packed.shape, raw_dtype=ggml_type)
 
 
