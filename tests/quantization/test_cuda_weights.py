@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from quantization.test_block_formats import random_blocks
 
 from cutaway.quantization.block_formats import BLOCK_FORMATS, unpack_blocks
+from cutaway.quantization.cuda_weights import LAYOUTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.unchecked]
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(("rows", "columns"), [(16, 256), (72, 768), (160, 2304)])
 def test_dequantized_rows_equal_the_definition(name: str, rows: int, columns: int) -> None:
     from cutaway.quantization.cuda_weights import pack_for_cuda
@@ -29,7 +30,7 @@ def test_dequantized_rows_equal_the_definition(name: str, rows: int, columns: in
     assert torch.equal(weight.dequantize(torch.float32, 5, 9), weight.dequantize(torch.float32)[5:14])
 
 
-CASES = [(name, rows, dtype) for name in BLOCK_FORMATS for rows, dtype in ((1, torch.bfloat16), (9, torch.float32))]
+CASES = [(name, rows, dtype) for name in LAYOUTS for rows, dtype in ((1, torch.bfloat16), (9, torch.float32))]
 CASES += [("Q8_0", 1, torch.float32), ("INT4_G128", 1, torch.float16), ("Q4_K", 33, torch.bfloat16)]
 CASES += [("Q4_0", 2, torch.float16), ("INT4_G128", 64, torch.bfloat16), ("Q8_0", 16, torch.bfloat16)]
 

@@ -51,6 +51,12 @@ def pack(weight: Tensor, name: str) -> QuantizedTensor | None:
     groups, size = torch.arange(columns) // block_format.block_size, block_format.block_size
     largest = weight.unflatten(-1, (-1, size)).abs().amax(-1)
     values = {"INT4_G128": range(-8, 8), "NF4": NF4_VALUES, "MXFP4": FP4_VALUES}.get(name)
+    if name == "INT8_G32":
+        low, high = torch.aminmax(weight.unflatten(-1, (-1, size)), dim=-1)
+        scales = ((high - low) / 254).half().float()
+        zeros = (-low / scales).round().clamp(0, 255)
+        codes = (weight / scales.repeat_interleave(size, -1) + zeros.repeat_interleave(size, -1)).round().clamp(0, 255)
+        return QuantizedMatrix(codes.to(torch.uint8), scales, groups, zero_points=zeros).pack(torch.float32)
     if values is None:
         scales = largest / 448
         codes = (weight / scales.repeat_interleave(size, -1)).to(torch.float8_e4m3fn)

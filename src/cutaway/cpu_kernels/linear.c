@@ -380,6 +380,15 @@ INLINE Codes codes_int4_g128(const uint8_t *block, const Scales *s, int group) {
     return group_nibbles(block + 4, group);
 }
 
+INLINE void read_scales_int8_g32(const uint8_t *block, Scales *s) {
+    s->scale[0] = half_to_float(block);
+    s->offset[0] = half_to_float(block + 2) - 128 * s->scale[0];
+}
+INLINE Codes codes_int8_g32(const uint8_t *block, const Scales *s, int group) {
+    (void)s, (void)group;
+    return load_codes(block + 4);
+}
+
 /* LANES bytes as integers of 32 bits. */
 INLINE Ints widen_bytes(const uint8_t *data) {
 #if defined(__AVX512F__)
@@ -528,6 +537,7 @@ DEFINE_FORMAT(mxfp4, 32, 17, signed)
 DEFINE_FORMAT(int4_g128, 128, 68, unsigned)
 DEFINE_FORMAT(nf4, 64, 34, float)
 DEFINE_FORMAT(fp8_g128, 128, 132, float)
+DEFINE_FORMAT(int8_g32, 32, 36, unsigned)
 
 typedef void Product(const Linear *, int64_t, int64_t, const Rows *, int64_t, float *);
 static const struct {
@@ -539,6 +549,7 @@ static const struct {
     FORMAT(q4_0, 32, 18), FORMAT(q4_1, 32, 20),   FORMAT(q5_0, 32, 22),   FORMAT(q5_1, 32, 24),
     FORMAT(q8_0, 32, 34), FORMAT(q4_k, 256, 144), FORMAT(q5_k, 256, 176), FORMAT(q6_k, 256, 210),
     FORMAT(mxfp4, 32, 17), FORMAT(int4_g128, 128, 68), FORMAT(nf4, 64, 34), FORMAT(fp8_g128, 128, 132),
+    FORMAT(int8_g32, 32, 36),
 };
 enum {
     FP32 = sizeof FORMATS / sizeof FORMATS[0], /* Linear.format of plain matrices */

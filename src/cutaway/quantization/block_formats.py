@@ -17,6 +17,7 @@ value of a code is the code itself, or for NF4, FP4 and FP8 the number that it s
 | INT4_G128 | 128   | 68    | 128       | 4 bits                            | fp16 both (GPTQ and AWQ)           |
 | NF4       | 64    | 34    | 64        | 4 bits, quantile of N(0, 1)       | fp16 (bitsandbytes)                |
 | FP8_G128  | 128   | 132   | 128       | 8 bits, E4M3                      | fp32                               |
+| INT8_G32  | 32    | 36    | 32        | 8 bits, minus 128                 | fp16 both (GPTQ with zero points)  |
 
 Codes of 4 bits, two per byte: in blocks of 32, the first 16 codes are in the low halves of 16 bytes, the others in the
 high halves; in larger blocks, 32 bytes hold two groups of 32 in the same way.
@@ -172,10 +173,15 @@ def _unpack_fp8_g128(p: Tensor) -> _Unpacked:
     return p[..., 4:], scales, None
 
 
+def _unpack_int8_g32(p: Tensor) -> _Unpacked:
+    return (p[..., 4:] ^ 0x80).view(torch.int8), _half(p, 0), _half(p, 2)
+
+
 _UNPACK = {
     "Q4_0": _unpack_q4_0, "Q4_1": _unpack_q4_1, "Q5_0": _unpack_q5_0, "Q5_1": _unpack_q5_1, "Q8_0": _unpack_q8_0,
     "Q4_K": _unpack_q4_k, "Q5_K": _unpack_q5_k, "Q6_K": _unpack_q6_k, "MXFP4": _unpack_mxfp4,
     "INT4_G128": _unpack_int4_g128, "NF4": _unpack_nf4, "FP8_G128": _unpack_fp8_g128,
+    "INT8_G32": _unpack_int8_g32,
 }  # fmt: skip
 
 
@@ -194,11 +200,11 @@ def pack_codes(
     offsets: Float[Tensor, "rows groups"] | None,
     format: BlockFormat,
 ) -> UInt8[Tensor, "rows bytes"]:
-    """Pack codes as they are in the format Q4_1, Q8_0, MXFP4, INT4_G128, NF4 or FP8_G128.
+    """Pack codes as they are in the format Q4_1, Q8_0, MXFP4, INT4_G128, INT8_G32, NF4 or FP8_G128.
 
-    The scales (and offsets, in Q4_1 and INT4_G128) are those of groups of columns, which may be longer than a block;
-    each block stores them. The codes of Q8_0 and FP8_G128 are bytes of int8 and fp8 numbers. The scales of MXFP4 are
-    exponents plus 127."""
+    The scales (and offsets, in Q4_1, INT4_G128 and INT8_G32) are those of groups of columns, which may be longer than a
+    block; each block stores them. The codes of Q8_0 and FP8_G128 are bytes of int8 and fp8 numbers. The scales of MXFP4
+    are exponents plus 127."""
     num_blocks = codes.shape[-1] // format.block_size
     blocks = torch.unflatten(codes, -1, (num_blocks, format.block_size))
 
@@ -210,7 +216,7 @@ def pack_codes(
     header = [per_block(scales, dtype)]
     if offsets is not None:
         header.append(per_block(offsets, dtype))
-    if format.name in ("Q8_0", "FP8_G128"):
+    if format.name in ("Q8_0", "FP8_G128", "INT8_G32"):
         data = blocks.view(torch.uint8)
     else:
         low, high = torch.unflatten(blocks, -1, (-1, 2, 16 if format.block_size == 32 else 32)).unbind(-2)

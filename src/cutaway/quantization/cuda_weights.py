@@ -207,15 +207,16 @@ def concat_weights(parts: Sequence[CUDAWeight]) -> CUDAWeight:
     return CUDAWeight(rows, first.columns, *rest, codes, scales, cat("high"), cat("offsets"), first.column_order)
 
 
-_LAYOUTS = {  # bits, code, zero
+LAYOUTS = {  # bits, code, zero
     "Q4_0": (4, INTEGER, 8.0), "Q4_1": (4, INTEGER, 0.0), "Q5_0": (6, INTEGER, 16.0), "Q5_1": (6, INTEGER, 0.0),
     "Q8_0": (8, INTEGER, 128.0), "Q4_K": (4, INTEGER, 0.0), "Q5_K": (6, INTEGER, 0.0), "Q6_K": (6, INTEGER, 32.0),
     "MXFP4": (4, FP4, 0.0), "INT4_G128": (4, INTEGER, 0.0), "NF4": (4, NF4, 0.0), "FP8_G128": (8, FP8, 0.0),
 }  # fmt: skip
+"""Formats that stay packed on a GPU."""
 
 
 def _pack(weights: UnpackedWeights, name: str) -> CUDAWeight:
-    bits, code, zero = _LAYOUTS[name]
+    bits, code, zero = LAYOUTS[name]
     codes = weights.codes
     integers = (codes.int() + int(zero)).to(torch.uint8) if code == INTEGER else codes
     return pack_codes_for_cuda(integers, weights.scales, weights.offsets, bits, code, zero)

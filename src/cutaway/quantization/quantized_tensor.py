@@ -122,8 +122,10 @@ class QuantizedTensor(Tensor):
         if device.type == self.device.type:
             return self.copy_packed(dtype=dtype)
         if device.type == "cuda" and self.ndim == 2 and has_packed_products(device):
-            from cutaway.quantization.cuda_weights import pack_for_cuda
+            from cutaway.quantization.cuda_weights import LAYOUTS, pack_for_cuda
 
+            if self.format.name not in LAYOUTS:
+                return None
             order = None if self.column_order is None else self.column_order.to(device)
             weight = pack_for_cuda(self.blocks.to(device), self.format, order)
             return CUDAQuantizedTensor(weight, self.format, dtype or self.dtype) if weight.scales_fit else None

@@ -106,7 +106,7 @@ def _integer_format(bits: object, group_size: object, *, is_symmetric: bool) -> 
     if not isinstance(bits, int) or not 1 <= bits <= 8:
         return None
     if bits > 4:
-        return "q8_0"
+        return "q8_0" if is_symmetric or bits < 8 else "int8_g32"
     if group_size in (None, -1) or (isinstance(group_size, int) and group_size > 0 and group_size % 128 == 0):
         return "int4_g128"
     if not isinstance(group_size, int) or group_size <= 0 or group_size % 32:

@@ -125,11 +125,11 @@ def fp4(kind: str) -> Callable[[Tensor], QuantizedMatrix]:
         ({"actorder": True}, {"INT4_G128"}),
         ({"actorder": True, "group_size": 32}, {"Q4_0"}),
         ({"bits": 8, "group_size": -1}, {"Q8_0"}),
-        ({"bits": 8, "symmetric": False, "group_size": 64}, set()),  # outside of int8
+        ({"bits": 8, "symmetric": False, "group_size": 64}, {"INT8_G32"}),
         ({"bits": 3}, {"INT4_G128"}),
         ({"bits": 5, "symmetric": False}, {"Q8_0"}),
         ({"bits": 8, "group_size": -1, "packed": False}, {"Q8_0"}),
-        ({"bits": 8, "group_size": 32, "packed": False, "symmetric": False}, set()),
+        ({"bits": 8, "group_size": 32, "packed": False, "symmetric": False}, {"INT8_G32"}),
     ],
 )
 def test_integers(options: dict[str, Any], formats: set[str], tmp_path: Path) -> None:

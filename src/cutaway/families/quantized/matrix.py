@@ -90,12 +90,13 @@ class QuantizedMatrix:
         return self.groups.argsort(stable=True)
 
     def _pack_8_bits(self, dtype: torch.dtype) -> QuantizedTensor | None:
-        """Q8_0 has no zero points: code minus zero point must be an int8 number."""
+        """Q8_0 has no zero points: code minus zero point must be an int8 number. INT8_G32 has offsets."""
         zeros = torch.as_tensor(self.zero_points).to(torch.int16)
         numbers = self.codes.to(torch.int16) - (zeros[:, self.groups] if zeros.ndim else zeros)
         low, high = torch.aminmax(numbers)
         if low < -128 or high > 127:
-            return None
+            offsets = self.scales.float() * self.factor * (128 - zeros.float())
+            return self._to_blocks("INT8_G32", self.codes, dtype, offsets)
         return self._to_blocks("Q8_0", numbers.to(torch.int8).view(torch.uint8), dtype)
 
     def _to_blocks(
