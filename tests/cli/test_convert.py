@@ -13,7 +13,7 @@ from support.cli_runner import CliRunner
 import cutaway as ct
 from cutaway.cli.verbs.convert import GGUFQuantization
 from cutaway.families.config_tree import diff_configs
-from cutaway.families.gguf.file_format import GGML_TYPES
+from cutaway.families.gguf.file_format import QUANTIZATIONS
 from cutaway.tokenizer import byte_tokenizer
 
 CUTAWAY = str(Path(sys.executable).parent / "cutaway")
@@ -84,4 +84,4 @@ def test_errors_have_one_message_and_write_nothing(
 
 
 def test_quantization_options_equal_the_writable_types() -> None:
-    assert set(get_args(GGUFQuantization)) == GGML_TYPES.keys()
+    assert set(get_args(GGUFQuantization)) == set(QUANTIZATIONS)

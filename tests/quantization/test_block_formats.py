@@ -16,8 +16,8 @@ def random_blocks(name: str, rows: int = 5, num_blocks: int = 3) -> torch.Tensor
     """Random bytes, with scales that are neither infinite nor NaN."""
     block_format = BLOCK_FORMATS[name]
     blocks = torch.randint(0, 256, (rows, num_blocks, block_format.num_bytes), dtype=torch.uint8)
-    scale_bytes = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "INT4_G128": [0, 2], "Q6_K": [208]}
-    for first in scale_bytes.get(name, [0]):
+    with_offsets = ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "INT4_G128", "INT8_G32")
+    for first in [0, 2] if name in with_offsets else [208 if name == "Q6_K" else 0]:
         if name == "FP8_G128":
             blocks[..., :4] = torch.rand(rows, num_blocks, 1).view(torch.uint8)
             blocks[..., 4:] &= 0xFE  # no NaN
@@ -56,19 +56,19 @@ def test_kernels_equal_the_definition_for_all_fp8_codes_and_fp4_scales() -> None
         assert torch.equal(dequantize_rows(blocks, BLOCK_FORMATS[name]).nan_to_num(nan=9), expected.nan_to_num(nan=9))
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "MXFP4", "INT4_G128", "NF4", "FP8_G128"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "MXFP4", "INT4_G128", "INT8_G32", "NF4", "FP8_G128"])
 def test_packing_codes_is_the_inverse(name: str) -> None:
     block_format, columns = BLOCK_FORMATS[name], 256
-    codes = torch.randint(0, 256 if name in ("Q8_0", "FP8_G128") else 16, (5, columns), dtype=torch.uint8)
+    codes = torch.randint(0, 256 if name in ("Q8_0", "INT8_G32", "FP8_G128") else 16, (5, columns), dtype=torch.uint8)
     if name == "FP8_G128":
         codes &= 0xFE
     scales = torch.rand(5, 2).half().float()  # of groups of 128 columns
     stored = torch.randint(100, 140, (5, 2)) if name == "MXFP4" else scales
-    offsets = torch.randn(5, 2).half().float() if name in ("Q4_1", "INT4_G128") else None
+    offsets = torch.randn(5, 2).half().float() if name in ("Q4_1", "INT4_G128", "INT8_G32") else None
     blocks = pack_codes(codes, stored, offsets, block_format)
     assert blocks.shape == (5, columns // block_format.block_size * block_format.num_bytes)
     unpacked = unpack_blocks(blocks, block_format)
-    assert torch.equal(unpacked.codes.view(torch.uint8), codes)
+    assert torch.equal(unpacked.codes.view(torch.uint8) ^ (0x80 if name == "INT8_G32" else 0), codes)
     if name == "MXFP4":
         scales = torch.exp2(stored.float() - 127)
     repeated = scales.repeat_interleave(unpacked.scales.shape[-1] // 2, -1)

@@ -15,11 +15,11 @@ from quantization.test_block_formats import random_blocks
 from cutaway.model.moe import grouped_linear
 from cutaway.quantization import cuda_weights, int8_linear
 from cutaway.quantization.block_formats import BLOCK_FORMATS, unpack_blocks
-from cutaway.quantization.cuda_weights import pack_for_cuda, packed_linear
+from cutaway.quantization.cuda_weights import LAYOUTS, pack_for_cuda, packed_linear
 from cutaway.quantization.quantized_tensor import CUDAQuantizedTensor, QuantizedTensor
 
 pytestmark = pytest.mark.unchecked
-INT8_FORMATS = [name for name in BLOCK_FORMATS if not name.startswith(("NF4", "FP8"))]
+INT8_FORMATS = [name for name in LAYOUTS if not name.startswith(("NF4", "FP8"))]
 
 
 @dataclasses.dataclass
@@ -59,7 +59,7 @@ def device(kernel: str, monkeypatch: pytest.MonkeyPatch) -> str:
 SILU, GELU, CLAMPED_SWIGLU = 1, 3, 6
 """Values of `cutaway.generate.fast.gpu_linear.ACTIVATION_IDS`, and one of int8_linear.cu."""
 SHAPES = [(16, 256), (72, 768), (160, 2304)]
-DEQUANTIZED = [(name, *shape) for name in BLOCK_FORMATS for shape in SHAPES]
+DEQUANTIZED = [(name, *shape) for name in LAYOUTS for shape in SHAPES]
 
 
 @pytest.mark.parametrize(("name", "rows", "columns", "kernel"), with_kernels(DEQUANTIZED, [("MXFP4", 72)]))
@@ -76,7 +76,7 @@ def test_dequantized_rows_equal_the_definition(name: str, rows: int, columns: in
     assert torch.equal(weight.dequantize(torch.float32, 5, 9), weight.dequantize(torch.float32)[5:14])
 
 
-CASES = [(name, rows, dtype) for name in BLOCK_FORMATS for rows, dtype in ((1, torch.bfloat16), (9, torch.float32))]
+CASES = [(name, rows, dtype) for name in LAYOUTS for rows, dtype in ((1, torch.bfloat16), (9, torch.float32))]
 CASES += [("Q8_0", 1, torch.float32), ("INT4_G128", 1, torch.float16), ("Q4_K", 33, torch.bfloat16)]
 CASES += [("Q4_0", 2, torch.float16), ("INT4_G128", 64, torch.bfloat16), ("Q8_0", 16, torch.bfloat16)]
 
@@ -133,6 +133,28 @@ def test_products_propagate_nonfinite_values(name: str, bad: float, device: str)
         x[0, 5] = bad
         packed_linear(x, weight, y)
         assert not y[0].isfinite().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 80])
+def test_columns_in_another_order(rows: int) -> None:
+    from cutaway.generate.fast.gpu_linear import NormParams, fused_linear, split_k_linear
+    from cutaway.generate.fast.quantized_weights import PackedLinearWeight
+
+    torch.manual_seed(0)
+    blocks, order = random_blocks("INT4_G128", 208, 10).cuda(), torch.randperm(1280, device="cuda")
+    packed = pack_for_cuda(blocks, BLOCK_FORMATS["INT4_G128"], order)
+    w = torch.empty(208, 1280, device="cuda")
+    w[:, order] = unpack_blocks(blocks, BLOCK_FORMATS["INT4_G128"]).dequantize()
+    assert_near(packed.dequantize(torch.float32), w, 1e-3)
+    w, x = packed.dequantize(torch.float32).double(), torch.randn(rows, 1280, device="cuda")
+    assert_near(packed.linear(x), x.double() @ w.T, 2e-5)
+    weight = PackedLinearWeight((packed,), None)
+    assert_near(split_k_linear(x, weight).sum(0), x.double() @ w.T, 2e-5)
+    norm = NormParams(torch.randn(1280, device="cuda"), None, 1e-5, False)
+    h = F.rms_norm(x.double(), (1280,), eps=1e-5) * norm.weight.double()
+    gate, up = (h @ w.T).chunk(2, -1)
+    assert_near(fused_linear(x, weight, norm=norm, act="silu", gated=True), F.silu(gate) * up, 1e-4)
 
 
 QUICK = [("MXFP4", 1), ("Q4_K", 5)]

@@ -1,12 +1,17 @@
 """Products and embeddings with packed weights equal those with dequantized weights."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from quantization.test_block_formats import random_blocks
 
+from cutaway.generate.fast.quantized_weights import PackedLinearWeight, concat_linears
+from cutaway.quantization import cuda_weights
 from cutaway.quantization.block_formats import BLOCK_FORMATS, pack_codes
-from cutaway.quantization.cuda_weights import pack_for_cuda
-from cutaway.quantization.quantized_tensor import QuantizedTensor, quantize_blocks
+from cutaway.quantization.cuda_weights import CUDAWeight, pack_for_cuda
+from cutaway.quantization.quantized_tensor import CUDAQuantizedTensor, QuantizedTensor, quantize_blocks
 
 
 def random_quantized(name: str, rows: int, columns: int) -> QuantizedTensor:
@@ -40,6 +45,42 @@ def test_quantization_rounds_to_the_nearest(name: str, max_error: float) -> None
     assert error[0].max() == 0
 
 
+@pytest.mark.parametrize("name", ["Q4_0", "INT4_G128", "Q8_0"])
+def test_columns_in_another_order(name: str) -> None:
+    torch.manual_seed(0)
+    stored = random_quantized(name, 70, 512)
+    weight = QuantizedTensor(stored.blocks, stored.format, column_order=torch.randperm(512))
+    assert weight.column_order is not None
+    expected = torch.empty(70, 512)
+    expected[:, weight.column_order] = stored.dequantize()
+    for copied in (weight, weight.clone(), copy.deepcopy(torch.nn.Parameter(weight, requires_grad=False))):
+        assert torch.equal(copied + 0, expected)
+    assert weight.nbytes == stored.nbytes + 512 * 8
+    assert torch.equal(torch.nn.functional.embedding(torch.tensor([[3, 69]]), weight), expected[[3, 69]][None])
+    for rows in (1, 4, 9, 17, 100):
+        x = torch.randn(rows, 512, requires_grad=rows == 4)
+        y, reference = torch.nn.functional.linear(x, weight), x @ expected.T
+        assert (y - reference).abs().max() <= 2e-4 * reference.abs().max(), rows
+        if x.requires_grad:
+            grad, expected_grad = (torch.autograd.grad(each.square().sum(), x)[0] for each in (y, reference))
+            assert (grad - expected_grad).abs().max() <= 1e-3 * expected_grad.abs().max()
+
+
+def test_experts_with_columns_in_other_orders() -> None:
+    torch.manual_seed(0)
+    stored = [random_quantized("Q4_0", 40, 64) for _ in range(3)]
+    orders = torch.stack([torch.randperm(64) for _ in range(3)])
+    blocks = torch.stack([each.blocks for each in stored])
+    weight = QuantizedTensor(blocks, stored[0].format, column_order=orders)
+    expected = torch.empty(3, 40, 64)
+    for expert in range(3):
+        expected[expert][:, orders[expert]] = stored[expert].dequantize()
+    assert torch.equal(weight.dequantize(), expected)
+    x, offsets = torch.randn(7, 64), torch.tensor([2, 2, 7])
+    reference = torch.cat((x[:2] @ expected[0].T, x[2:] @ expected[2].T))
+    assert (weight.grouped_linear(x, offsets) - reference).abs().max() <= 2e-4 * reference.abs().max()
+
+
 def test_products_propagate_nonfinite_values() -> None:
     weight = random_quantized("Q4_0", 32, 64)
     for bad in (float("nan"), float("inf")):
@@ -67,6 +108,80 @@ def test_scales_outside_of_fp16_do_not_fit_the_layout_of_gpus(scale: float, fits
     codes = torch.randint(0, 120, (16, 256), dtype=torch.uint8)
     blocks = pack_codes(codes, torch.full((16, 1), scale), None, BLOCK_FORMATS["FP8_G128"])
     assert pack_for_cuda(blocks, BLOCK_FORMATS["FP8_G128"]).scales_fit == fits
+
+
+def unpack_cuda_weight(weight: CUDAWeight) -> torch.Tensor:
+    """The matrix in fp32, with its columns as they are stored: the inverse of `pack_for_cuda` for INT4_G128."""
+    pairs = torch.stack((weight.codes, weight.codes >> 16), -1).unsqueeze(-1) >> torch.arange(0, 16, 4) & 15
+    fields = pairs.unflatten(-1, (2, 2))  # tile, chunk, row, c, step, element, half of the columns, half of the rows
+    codes = fields.permute(0, 7, 2, 1, 4, 3, 6, 5).reshape(len(fields) * 16, -1)[: weight.rows]
+    assert weight.offsets is not None
+    scales, offsets = (
+        each.permute(0, 4, 2, 1, 3).reshape(len(fields) * 16, -1)[: weight.rows].float().repeat_interleave(128, -1)
+        for each in (weight.scales, weight.offsets)
+    )
+    return codes * scales + offsets
+
+
+@pytest.fixture
+def cuda_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the GPU kernels, which do not know the order of columns, by PyTorch on the CPU."""
+    reorder = CUDAWeight.dequantize
+
+    def launch(x: torch.Tensor, weight: CUDAWeight, y: torch.Tensor, first: int, bias: Any, *_: Any, **__: Any) -> None:
+        product = x @ unpack_cuda_weight(weight).T
+        y[0, first : first + len(x)] = product if bias is None else product + bias
+
+    def dequantize(
+        self: CUDAWeight,
+        dtype: torch.dtype,
+        first: int = 0,
+        count: int | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self.column_order is not None:
+            return reorder(self, dtype, first, count, rows)
+        stored = unpack_cuda_weight(self).to(dtype)
+        return stored[rows] if rows is not None else stored[first:][:count]
+
+    monkeypatch.setattr(cuda_weights, "_launch", launch)
+    monkeypatch.setattr(CUDAWeight, "dequantize", dequantize)
+
+
+@pytest.mark.usefixtures("cuda_reference")
+def test_columns_in_another_order_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    weight = random_quantized("INT4_G128", 72, 256)
+    weight.column_order = torch.randperm(256)
+    expected = weight.dequantize()
+    packed = pack_for_cuda(weight.blocks, weight.format, weight.column_order)
+    for on_gpu in (each := CUDAQuantizedTensor(packed, weight.format), each.clone()):
+        assert on_gpu.nbytes > packed.codes.nbytes + packed.column_order.nbytes  # type: ignore[union-attr]
+        assert torch.allclose(on_gpu.dequantize(), expected, atol=1e-5)
+        assert torch.allclose(torch.nn.functional.embedding(torch.tensor([3, 9]), on_gpu), expected[[3, 9]], atol=1e-5)
+        for rows in (1, 9, 100):
+            x, bias = torch.randn(rows, 256), torch.randn(72)
+            assert torch.allclose(torch.nn.functional.linear(x, on_gpu, bias), x @ expected.T + bias, atol=1e-3)
+
+
+@pytest.mark.usefixtures("cuda_reference")
+@pytest.mark.parametrize("same_order", [True, False])
+def test_matrices_on_a_gpu_are_joined_if_their_columns_have_the_same_order(same_order: bool) -> None:
+    torch.manual_seed(0)
+    order, layers, x = torch.randperm(256), [], torch.randn(3, 256)
+    for _ in range(3):
+        weight = random_quantized("INT4_G128", 32, 256)
+        packed = pack_for_cuda(weight.blocks, weight.format, order.clone() if same_order else torch.randperm(256))
+        layers.append(torch.nn.Linear(256, 32, bias=False, device="meta"))
+        layers[-1].weight = torch.nn.Parameter(CUDAQuantizedTensor(packed, weight.format), requires_grad=False)
+    expected = [layer(x) for layer in layers]
+    joined = concat_linears(*layers)
+    assert isinstance(joined, PackedLinearWeight)
+    assert joined.reorders_columns
+    assert joined.sizes == ([96] if same_order else [32] * 3)
+    products = [part.linear(x) for part in joined.parts if isinstance(part, CUDAWeight)]
+    assert torch.equal(torch.cat(products, -1), torch.cat(expected, -1))
+    assert all(torch.equal(layer(x), y) for layer, y in zip(layers, expected, strict=True))
 
 
 def test_nbytes_are_those_of_the_blocks() -> None:

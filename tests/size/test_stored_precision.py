@@ -27,6 +27,7 @@ REFERENCES = json.loads((Path(__file__).parents[1] / "config/data/published_mode
         ("int4_g128", 4.25),
         ("nf4", 4.25),
         ("fp8_g128", 8.25),
+        ("int8_g32", 9.0),
     ],
 )
 def test_bits_per_weight(name: str, bits: float) -> None:
@@ -100,7 +101,8 @@ WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "int", "group_size": 32, "symm
         (GPTQ | {"group_size": 32}, "q4_0"),
         (GPTQ | {"group_size": 64, "sym": False}, "q4_1"),
         (GPTQ | {"bits": 8}, "q8_0"),
-        (GPTQ | {"desc_act": True}, None),  # no block format
+        (GPTQ | {"bits": 8, "sym": False}, "int8_g32"),
+        (GPTQ | {"desc_act": True}, "int4_g128"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "int4_g128"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None),  # fp4
@@ -131,7 +133,7 @@ def test_precision_of_a_quantized_directory(quantization_config: Any, name: str 
 
 
 def test_unknown_dtype_lists_the_formats() -> None:
-    with pytest.raises(InputError, match=r"int4, q4_0, .*q6_k, mxfp4, int4_g128, nf4, fp8_g128"):
+    with pytest.raises(InputError, match=r"int4, q4_0, .*q6_k, mxfp4, int4_g128, nf4, fp8_g128, int8_g32"):
         ct.size("gpt2", dtype="q3_k")
     with pytest.raises(InputError, match="inference only"):
         ct.size("gpt2", dtype="q4_k", mode="train").to_dict()

@@ -204,21 +204,27 @@ static void normalize_rows(const Norm *norm, const float *x, int64_t rows, int64
 static void linears(const Linear *const *w, const int num, const float *x, int64_t count, float *const *y, int num_threads) {
     const int64_t chunk = 16;
     int64_t ends[3], total = 0;
-    int any_packed = 0;
+    int any_packed = 0, same_order[3]; /* the first matrix with the column order of matrix i */
+    Rows rows[3];
     for (int i = 0; i < num; i++) {
         ends[i] = total += (w[i]->rows + chunk - 1) / chunk;
         any_packed |= is_packed(w[i]);
     }
-    Rows rows = make_rows(x, count, w[0]->columns, any_packed);
+    for (int i = 0; i < num; i++) {
+        same_order[i] = 0;
+        while (w[same_order[i]]->column_order != w[i]->column_order) same_order[i]++;
+        if (same_order[i] == i) rows[i] = make_rows(x, count, w[i], any_packed);
+    }
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 2)
     for (int64_t c = 0; c < total; c++) {
         int i = 0;
         while (c >= ends[i]) i++;
         const int64_t first = (c - (i ? ends[i - 1] : 0)) * chunk;
         const int64_t last = first + chunk < w[i]->rows ? first + chunk : w[i]->rows;
-        linear_rows(w[i], first, last, &rows, y[i]);
+        linear_rows(w[i], first, last, rows + same_order[i], y[i]);
     }
-    free_rows(&rows);
+    for (int i = 0; i < num; i++)
+        if (same_order[i] == i) free_rows(rows + i);
 }
 
 static void add_branch(const Branch *branch, float *x, float *y, int64_t rows, int64_t n) {

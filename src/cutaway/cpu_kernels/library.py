@@ -24,6 +24,7 @@ class Linear(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("column_order", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "format")),
     )
 

@@ -380,6 +380,15 @@ INLINE Codes codes_int4_g128(const uint8_t *block, const Scales *s, int group) {
     return group_nibbles(block + 4, group);
 }
 
+INLINE void read_scales_int8_g32(const uint8_t *block, Scales *s) {
+    s->scale[0] = half_to_float(block);
+    s->offset[0] = half_to_float(block + 2) - 128 * s->scale[0];
+}
+INLINE Codes codes_int8_g32(const uint8_t *block, const Scales *s, int group) {
+    (void)s, (void)group;
+    return load_codes(block + 4);
+}
+
 /* LANES bytes as integers of 32 bits. */
 INLINE Ints widen_bytes(const uint8_t *data) {
 #if defined(__AVX512F__)
@@ -528,6 +537,7 @@ DEFINE_FORMAT(mxfp4, 32, 17, signed)
 DEFINE_FORMAT(int4_g128, 128, 68, unsigned)
 DEFINE_FORMAT(nf4, 64, 34, float)
 DEFINE_FORMAT(fp8_g128, 128, 132, float)
+DEFINE_FORMAT(int8_g32, 32, 36, unsigned)
 
 typedef void Product(const Linear *, int64_t, int64_t, const Rows *, int64_t, float *);
 static const struct {
@@ -539,6 +549,7 @@ static const struct {
     FORMAT(q4_0, 32, 18), FORMAT(q4_1, 32, 20),   FORMAT(q5_0, 32, 22),   FORMAT(q5_1, 32, 24),
     FORMAT(q8_0, 32, 34), FORMAT(q4_k, 256, 144), FORMAT(q5_k, 256, 176), FORMAT(q6_k, 256, 210),
     FORMAT(mxfp4, 32, 17), FORMAT(int4_g128, 128, 68), FORMAT(nf4, 64, 34), FORMAT(fp8_g128, 128, 132),
+    FORMAT(int8_g32, 32, 36),
 };
 enum {
     FP32 = sizeof FORMATS / sizeof FORMATS[0], /* Linear.format of plain matrices */
@@ -579,8 +590,16 @@ INLINE void quantize_group(const float *values, int16_t *integers, int8_t *high_
     *sum = *scale * (float)total;
 }
 
-Rows make_rows(const float *x, int64_t count, int64_t columns, int quantize) {
-    Rows rows = {x, count, columns, NULL, NULL, NULL, NULL};
+Rows make_rows(const float *x, int64_t count, const Linear *w, int quantize) {
+    const int64_t columns = w->columns;
+    Rows rows = {x, count, columns, NULL, NULL, NULL, NULL, NULL};
+    if (w->column_order) {
+        rows.values = rows.reordered = malloc(sizeof(float) * (size_t)(count * columns));
+        for (int64_t m = 0; m < count; m++)
+            for (int64_t i = 0; i < columns; i++)
+                rows.reordered[m * columns + i] = x[m * columns + w->column_order[i]];
+        x = rows.values;
+    }
     if (!quantize || count > MAX_INTEGER_ROWS) return rows;
     const size_t num_groups = (size_t)(count * columns / 32);
     const size_t size = num_groups * (32 * sizeof(int16_t) + 64 + 2 * sizeof(float));
@@ -594,7 +613,10 @@ Rows make_rows(const float *x, int64_t count, int64_t columns, int quantize) {
     return rows;
 }
 
-void free_rows(Rows *x) { free(x->integers); }
+void free_rows(Rows *x) {
+    free(x->integers);
+    free(x->reordered);
+}
 
 /* `num_w` × `num_x` dot products of rows of w and x, which are fp32, for constants up to 4. */
 INLINE void dot_tile(const float *w, const float *x, int64_t columns, const int num_w, const int num_x, const float *bias,
@@ -657,7 +679,7 @@ void linear_rows(const Linear *w, int64_t first, int64_t last, const Rows *x, fl
 /* y (count, rows) = x (count, columns) · Wᵀ + bias. */
 void linear(const Linear *w, const float *x, int64_t count, float *y, int num_threads) {
     const int64_t chunk = 16, num_chunks = (w->rows + chunk - 1) / chunk;
-    Rows rows = make_rows(x, count, w->columns, is_packed(w));
+    Rows rows = make_rows(x, count, w, is_packed(w));
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 2)
     for (int64_t c = 0; c < num_chunks; c++)
         linear_rows(w, c * chunk, (c + 1) * chunk < w->rows ? (c + 1) * chunk : w->rows, &rows, y);

@@ -38,10 +38,12 @@ INLINE float sum_lanes(Vector x) {
 #endif
 }
 
-/* A matrix (rows, columns) in one of the formats of linear.c, and a bias or NULL. */
+/* A matrix (rows, columns) in one of the formats of linear.c, and a bias or NULL. If `column_order` is not NULL, number i of
+   a row is that of column column_order[i]. */
 typedef struct {
     const uint8_t *data;
     const float *bias;
+    const int64_t *column_order;
     int64_t rows, columns, format;
 } Linear;
 
@@ -53,10 +55,11 @@ typedef struct {
     int8_t *bytes;     /* (count, columns / 32, 2, 32): integers = 256 · the first 32 + the others */
     float *scales;     /* (count, columns / 32) */
     float *sums;       /* scale · sum of the 32 integers */
+    float *reordered;  /* values in the column order of the matrix, or NULL */
 } Rows;
 
-/* `quantize` says whether a packed matrix is among those that are multiplied by x. */
-Rows make_rows(const float *x, int64_t count, int64_t columns, int quantize);
+/* Rows in the column order of w. `quantize` says whether a packed matrix is among those that are multiplied by x. */
+Rows make_rows(const float *x, int64_t count, const Linear *w, int quantize);
 void free_rows(Rows *x);
 
 /* Rows first … last − 1 of y = x·Wᵀ + bias, for y (count, rows). */

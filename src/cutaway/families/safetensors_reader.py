@@ -6,7 +6,7 @@ import mmap
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,8 @@ class TensorInfo:
     """Whether that is the transposed tensor: the packed rows are columns of the tensor."""
     reason_ignored: str = ""
     """Why a model may leave the tensor unused; '' if that is an error."""
+    file_name: str = field(default="", compare=False)
+    """Name of the file, for error messages."""
 
     @property
     def storage_type(self) -> str:
@@ -137,7 +139,8 @@ def _read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, in
         dtype = entry["dtype"]
         if dtype not in _SAFETENSORS_DTYPES:
             raise WeightError(f"tensor '{name}' has the unsupported dtype {dtype}; convert it to bfloat16 or float32")
-        tensors[name] = TensorInfo(tuple(entry["shape"]), _SAFETENSORS_DTYPES[dtype]), entry["data_offsets"][0]
+        info = TensorInfo(tuple(entry["shape"]), _SAFETENSORS_DTYPES[dtype], file_name=path.name)
+        tensors[name] = info, entry["data_offsets"][0]
     return tensors, 8 + len(header_bytes)
 
 

@@ -298,7 +298,11 @@ def _load_weights(
         if len(packed) == len(stored) and len({tensor.format for tensor in packed}) == 1:
             blocks = [tensor.blocks.mT if info.is_transposed else tensor.blocks for tensor in packed]
             parts = conversion.op.to_model(blocks, shapes_of_parts, conversion.d_head)
-            matrices = [QuantizedTensor(part.contiguous(), packed[0].format) for part in parts]
+            orders = _column_orders(packed, conversion, shapes_of_parts)
+            matrices = [
+                QuantizedTensor(part.contiguous(), packed[0].format, column_order=order)
+                for part, order in zip(parts, orders, strict=True)
+            ]
             return [(name, matrix.to(device, dtype)) for name, matrix in zip(model_keys, matrices, strict=True)]
         stored = [tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor for tensor in stored]
         converted = conversion.op.to_model(stored, shapes_of_parts, conversion.d_head)
@@ -330,6 +334,23 @@ def _load_weights(
         init_table = getattr(model.get_submodule(name.rpartition(".")[0]), "init_table", None)
         if name.endswith(".table") and init_table is not None:
             init_table()
+
+
+def _column_orders(
+    packed: list[QuantizedTensor], conversion: TensorConversion, shapes: list[torch.Size]
+) -> list[Tensor | None]:
+    """The `column_order` of each packed matrix of the model, which has rows of one or several stored matrices."""
+    if all(tensor.column_order is None for tensor in packed):
+        return [None] * len(shapes)
+    orders = [torch.arange(each.shape[1]) if each.column_order is None else each.column_order for each in packed]
+    rows = [torch.full((len(tensor), 1), i) for i, tensor in enumerate(packed)]
+    stacked = torch.stack(orders)
+    result: list[Tensor | None] = []
+    for part in conversion.op.to_model(rows, shapes, conversion.d_head):  # (…, rows, 1): the stored matrix of each row
+        source = part[..., :1, 0]
+        assert (part[..., 0] == source).all(), "rows of matrices with different column orders are not combined"
+        result.append(stacked[source.squeeze(-1)])
+    return result
 
 
 def _load_converted(

@@ -17,6 +17,7 @@ value of a code is the code itself, or for NF4, FP4 and FP8 the number that it s
 | INT4_G128 | 128   | 68    | 128       | 4 bits                            | fp16 both (GPTQ and AWQ)           |
 | NF4       | 64    | 34    | 64        | 4 bits, quantile of N(0, 1)       | fp16 (bitsandbytes)                |
 | FP8_G128  | 128   | 132   | 128       | 8 bits, E4M3                      | fp32                               |
+| INT8_G32  | 32    | 36    | 32        | 8 bits, minus 128                 | fp16 both (GPTQ with zero points)  |
 
 Codes of 4 bits, two per byte: in blocks of 32, the first 16 codes are in the low halves of 16 bytes, the others in the
 high halves; in larger blocks, 32 bytes hold two groups of 32 in the same way.
@@ -29,6 +30,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cutaway.quantization.format_table import BLOCK_FORMATS, BlockFormat
+from cutaway.quantization.k_quants import divide, pack_k_quants
 
 __all__ = [
     "BLOCK_FORMATS",
@@ -171,17 +173,24 @@ def _unpack_fp8_g128(p: Tensor) -> _Unpacked:
     return p[..., 4:], scales, None
 
 
+def _unpack_int8_g32(p: Tensor) -> _Unpacked:
+    return (p[..., 4:] ^ 0x80).view(torch.int8), _half(p, 0), _half(p, 2)
+
+
 _UNPACK = {
     "Q4_0": _unpack_q4_0, "Q4_1": _unpack_q4_1, "Q5_0": _unpack_q5_0, "Q5_1": _unpack_q5_1, "Q8_0": _unpack_q8_0,
     "Q4_K": _unpack_q4_k, "Q5_K": _unpack_q5_k, "Q6_K": _unpack_q6_k, "MXFP4": _unpack_mxfp4,
     "INT4_G128": _unpack_int4_g128, "NF4": _unpack_nf4, "FP8_G128": _unpack_fp8_g128,
+    "INT8_G32": _unpack_int8_g32,
 }  # fmt: skip
 
 
 def pack_weights(weight: Float[Tensor, "rows columns"], format: BlockFormat) -> UInt8[Tensor, "rows bytes"]:
-    """Pack a matrix in the format Q8_0, Q4_1, Q4_K or Q6_K, with rounding to nearest."""
+    """Pack a matrix in the format Q8_0 or Q4_1, with rounding to nearest, or in Q4_K, Q5_K or Q6_K."""
+    if format.block_size == 256:
+        return pack_k_quants(weight, format.name)
     groups = torch.unflatten(weight.float(), -1, (-1, 32))
-    parts = {"Q8_0": _pack_q8_0, "Q4_1": _pack_q4_1, "Q4_K": _pack_q4_k, "Q6_K": _pack_q6_k}[format.name](groups)
+    parts = {"Q8_0": _pack_q8_0, "Q4_1": _pack_q4_1}[format.name](groups)
     return torch.cat(parts, -1).flatten(1)
 
 
@@ -191,11 +200,11 @@ def pack_codes(
     offsets: Float[Tensor, "rows groups"] | None,
     format: BlockFormat,
 ) -> UInt8[Tensor, "rows bytes"]:
-    """Pack codes as they are in the format Q4_1, Q8_0, MXFP4, INT4_G128, NF4 or FP8_G128.
+    """Pack codes as they are in the format Q4_1, Q8_0, MXFP4, INT4_G128, INT8_G32, NF4 or FP8_G128.
 
-    The scales (and offsets, in Q4_1 and INT4_G128) are those of groups of columns, which may be longer than a block;
-    each block stores them. The codes of Q8_0 and FP8_G128 are bytes of int8 and fp8 numbers. The scales of MXFP4 are
-    exponents plus 127."""
+    The scales (and offsets, in Q4_1, INT4_G128 and INT8_G32) are those of groups of columns, which may be longer than a
+    block; each block stores them. The codes of Q8_0 and FP8_G128 are bytes of int8 and fp8 numbers. The scales of MXFP4
+    are exponents plus 127."""
     num_blocks = codes.shape[-1] // format.block_size
     blocks = torch.unflatten(codes, -1, (num_blocks, format.block_size))
 
@@ -207,7 +216,7 @@ def pack_codes(
     header = [per_block(scales, dtype)]
     if offsets is not None:
         header.append(per_block(offsets, dtype))
-    if format.name in ("Q8_0", "FP8_G128"):
+    if format.name in ("Q8_0", "FP8_G128", "INT8_G32"):
         data = blocks.view(torch.uint8)
     else:
         low, high = torch.unflatten(blocks, -1, (-1, 2, 16 if format.block_size == 32 else 32)).unbind(-2)
@@ -219,51 +228,13 @@ def _round(x: Tensor, low: int, high: int) -> Tensor:
     return x.round().clamp(low, high).to(torch.int16)
 
 
-def _divide(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, and 0 where the scale is 0."""
-    return torch.where(scale == 0, 0, x / torch.where(scale == 0, 1, scale))
-
-
 def _pack_q8_0(groups: Tensor) -> list[Tensor]:
     scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
-    return [scale.view(torch.uint8), _round(_divide(groups, scale.float()), -127, 127).to(torch.int8).view(torch.uint8)]
+    return [scale.view(torch.uint8), _round(divide(groups, scale.float()), -127, 127).to(torch.int8).view(torch.uint8)]
 
 
 def _pack_q4_1(groups: Tensor) -> list[Tensor]:
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale, minimum = ((high - low) / 15).half(), low.half()
-    q = _round(_divide(groups - minimum.float(), scale.float()), 0, 15).to(torch.uint8)
+    q = _round(divide(groups - minimum.float(), scale.float()), 0, 15).to(torch.uint8)
     return [scale.view(torch.uint8), minimum.view(torch.uint8), q[..., :16] | q[..., 16:] << 4]
-
-
-def _pack_q4_k(groups: Tensor) -> list[Tensor]:
-    """Blocks of 8 groups with a scale and a minimum of 6 bits each: see `read_scales_q4_k` in linear.c."""
-    groups = torch.unflatten(groups, 1, (-1, 8))  # (rows, blocks, 8, 32)
-    low = groups.amin(-1).clamp(max=0)
-    scales, minima = (groups.amax(-1).clamp(min=0) - low) / 15, -low
-    d, d_min = ((each.amax(-1, keepdim=True) / 63).half() for each in (scales, minima))
-    s, m = (_round(_divide(each, unit.float()), 0, 63) for each, unit in ((scales, d), (minima, d_min)))
-    offset = (d_min.float() * m).unsqueeze(-1)
-    q = _round(_divide(groups + offset, (d.float() * s).unsqueeze(-1)), 0, 15)
-    packed = [
-        s[..., :4] | s[..., 4:] >> 4 << 6,
-        m[..., :4] | m[..., 4:] >> 4 << 6,
-        s[..., 4:] & 15 | (m[..., 4:] & 15) << 4,
-    ]
-    nibbles = (q[..., 0::2, :] | q[..., 1::2, :] << 4).flatten(-2)
-    return [d.view(torch.uint8), d_min.view(torch.uint8), *(each.to(torch.uint8) for each in (*packed, nibbles))]
-
-
-def _pack_q6_k(groups: Tensor) -> list[Tensor]:
-    """Blocks of 16 groups of 16 weights with a scale of 8 bits each: see `six_bits` in linear.c."""
-    groups = torch.unflatten(groups.flatten(1), 1, (-1, 16, 16))  # (rows, blocks, 16, 16)
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    scales = extreme / -32  # the integer of the extreme is −32
-    d = (scales.abs().amax(-1, keepdim=True) / 127).half()
-    s = _round(_divide(scales, d.float()), -128, 127)
-    q = _round(_divide(groups, (d.float() * s).unsqueeze(-1)), -32, 31) + 32
-    q = torch.unflatten(q.flatten(-2), -1, (2, 4, 32))  # two halves of four quarters of 32 weights
-    low = (q[..., 0:2, :] & 15 | (q[..., 2:4, :] & 15) << 4).flatten(-3)
-    high = (q[..., 0, :] >> 4 | q[..., 1, :] >> 4 << 2 | q[..., 2, :] >> 4 << 4 | q[..., 3, :] >> 4 << 6).flatten(-2)
-    parts = [low.to(torch.uint8), high.to(torch.uint8), s.to(torch.int8).view(torch.uint8)]
-    return [*parts, d.view(torch.uint8)]

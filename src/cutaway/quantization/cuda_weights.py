@@ -76,10 +76,14 @@ class CUDAWeight:
     """Whether fp16 represents the scales and offsets: the largest scale is a normal number, and all are finite.
 
     Scales that are much smaller than the largest lose at most 2⁻¹¹ of the largest."""
+    column_order: Tensor | None = None
+    """(columns,): that of `QuantizedTensor`. The kernels do not know it: products reorder x, and dequantized rows are
+    reordered."""
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.codes, self.scales, self.high, self.offsets) if part is not None)
+        tensors = (self.codes, self.scales, self.high, self.offsets, self.column_order)
+        return sum(part.nbytes for part in tensors if part is not None)
 
     @property
     def num_chunks(self) -> int:
@@ -100,6 +104,9 @@ class CUDAWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x·Wᵀ + b for x: (M, columns). With many rows, parts of the matrix are dequantized."""
+        if self.column_order is not None:
+            x = x.index_select(-1, self.column_order)
+            return dataclasses.replace(self, column_order=None).linear(x, bias)
         y = torch.empty(len(x), self.rows, dtype=x.dtype, device=x.device)
         if len(x) <= MAX_PACKED_ROWS and x.dtype in _TYPES:
             packed_linear(x, self, y, bias)
@@ -128,13 +135,15 @@ class CUDAWeight:
         return parts
 
     @property
-    def _kind(self) -> tuple[bool, bool, bool]:
-        return (self.has_offset, self.records, self.scales_fit)
+    def _kind(self) -> tuple[bool, bool, bool, Tensor | None]:
+        return (self.has_offset, self.records, self.scales_fit, self.column_order)
 
     @property
     def layout(self) -> tuple[object, ...]:
         """Weights of the same layout can be concatenated."""
-        return (self.columns, self.bits, self.code, self.zero, self.group_size, self.has_offset, self.records)
+        order = None if self.column_order is None else self.column_order.cpu().numpy().tobytes()
+        rest = (self.code, self.zero, self.group_size, self.has_offset, self.records, order)
+        return (self.columns, self.bits, *rest)
 
     @functools.cached_property
     def macros(self) -> dict[str, int]:
@@ -150,6 +159,9 @@ class CUDAWeight:
         self, dtype: torch.dtype, first: int = 0, count: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
         """Rows `first` … `first + count − 1`, by default all, or those with the numbers `rows`, as a plain tensor."""
+        if self.column_order is not None:
+            stored = dataclasses.replace(self, column_order=None).dequantize(dtype, first, count, rows)
+            return stored.index_select(-1, self.column_order.argsort())
         count = len(rows) if rows is not None else self.rows - first if count is None else count
         y = torch.empty(count, self.columns, dtype=dtype, device=self.codes.device)
         if not count:
@@ -174,11 +186,11 @@ class CUDAWeight:
 _DEFAULTS = {"ROWS": 1, "TILES": 1, "WARPS": 1, "NORM": 0, "ACT": 0, "GATED": 0, "PDL": 0, "RING": 1, "STAGE": 4}
 
 
-def pack_for_cuda(blocks: Tensor, format: BlockFormat) -> CUDAWeight:
+def pack_for_cuda(blocks: Tensor, format: BlockFormat, column_order: Tensor | None = None) -> CUDAWeight:
     """Convert rows of blocks, on a GPU. It takes parts, so that temporary tensors stay small."""
     step = max(_TILE, (1 << 24) // (blocks.shape[1] * 2) // _TILE * _TILE)
     parts = [_pack(unpack_blocks(part, format), format.name) for part in torch.split(blocks, step)]
-    return concat_weights(parts)
+    return dataclasses.replace(concat_weights(parts), column_order=column_order)
 
 
 def can_concat(parts: Sequence[CUDAWeight]) -> bool:
@@ -202,19 +214,21 @@ def concat_weights(parts: Sequence[CUDAWeight]) -> CUDAWeight:
     rest = (first.bits, first.code, first.zero, first.group_size)
     fits = all(part.scales_fit for part in parts)
     return CUDAWeight(
-        rows, first.columns, *rest, codes, scales, cat("high"), cat("offsets"), first.has_offset, first.records, fits
-    )
+        rows, first.columns, *rest, codes, scales, cat("high"), cat("offsets"),
+        first.has_offset, first.records, fits, first.column_order,
+    )  # fmt: skip
 
 
-_LAYOUTS = {  # bits, code, zero
+LAYOUTS = {  # bits, code, zero
     "Q4_0": (4, INTEGER, 8.0), "Q4_1": (4, INTEGER, 0.0), "Q5_0": (6, INTEGER, 16.0), "Q5_1": (6, INTEGER, 0.0),
     "Q8_0": (8, INTEGER, 128.0), "Q4_K": (4, INTEGER, 0.0), "Q5_K": (6, INTEGER, 0.0), "Q6_K": (6, INTEGER, 32.0),
     "MXFP4": (4, FP4, 0.0), "INT4_G128": (4, INTEGER, 0.0), "NF4": (4, NF4, 0.0), "FP8_G128": (8, FP8, 0.0),
 }  # fmt: skip
+"""Formats that stay packed on a GPU."""
 
 
 def _pack(weights: UnpackedWeights, name: str) -> CUDAWeight:
-    bits, code, zero = _LAYOUTS[name]
+    bits, code, zero = LAYOUTS[name]
     codes = weights.codes
     integers = (codes.int() + int(zero)).to(torch.uint8) if code == INTEGER else codes
     return pack_codes_for_cuda(integers, weights.scales, weights.offsets, bits, code, zero)
@@ -301,7 +315,11 @@ def packed_linear(
     """Write y = act(norm(x)·Wᵀ + bias) + residual, for x: (M, K).
 
     y: (M, N), or (splits, M, N) in fp32 for sums over parts of K. Its rows may be parts of longer rows. A norm and a
-    residual need M = 1. `act` is a number of gpu_linear.ACTIVATION_IDS, and `tile` overrides `_choose_tile`."""
+    residual need M = 1, and a norm also columns in their order. `act` is a number of gpu_linear.ACTIVATION_IDS, and
+    `tile` overrides `_choose_tile`."""
+    if weight.column_order is not None:
+        assert norm is None
+        x = x.index_select(-1, weight.column_order)
     y = y if y.ndim == 3 else y.unsqueeze(0)
     step = _MAX_COLUMNS // (1 + _TYPES[x.dtype])
     for first in range(0, len(x), step):

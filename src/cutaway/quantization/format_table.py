@@ -33,6 +33,7 @@ _SIZES = (
     ("INT4_G128", 128, 68),
     ("NF4", 64, 34),
     ("FP8_G128", 128, 132),
+    ("INT8_G32", 32, 36),
 )
 BLOCK_FORMATS = {
     name: BlockFormat(name, size, num_bytes, index) for index, (name, size, num_bytes) in enumerate(_SIZES)

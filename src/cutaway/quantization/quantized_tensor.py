@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import UInt8
+from jaxtyping import Int64, UInt8
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -36,38 +36,54 @@ class QuantizedTensor(Tensor):
 
     blocks: UInt8[Tensor, "*experts rows bytes"]
     format: BlockFormat
+    column_order: Int64[Tensor, "*experts columns"] | None
+    """Column of the matrix that is stored at each place of a row; None if they are stored in their order. The groups of
+    a GPTQ checkpoint with desc_act are columns that are not adjacent."""
 
     @staticmethod
-    def __new__(cls, blocks: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> "QuantizedTensor":
+    def __new__(
+        cls,
+        blocks: Tensor,
+        format: BlockFormat,
+        dtype: torch.dtype = torch.float32,
+        column_order: Tensor | None = None,
+    ) -> "QuantizedTensor":
         shape = (*blocks.shape[:-1], blocks.shape[-1] // format.num_bytes * format.block_size)
         tensor: QuantizedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=blocks.device)
         return tensor
 
-    def __init__(self, blocks: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> None:
-        self.blocks, self.format = blocks, format
+    def __init__(
+        self,
+        blocks: Tensor,
+        format: BlockFormat,
+        dtype: torch.dtype = torch.float32,
+        column_order: Tensor | None = None,
+    ) -> None:
+        self.blocks, self.format, self.column_order = blocks, format, column_order
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedTensor({self.format.name}, {tuple(self.shape)}, {self.dtype})"
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of the packed blocks."""
-        return self.blocks.nbytes
+        """Bytes of the packed blocks, and of the order of the columns."""
+        return self.blocks.nbytes + (0 if self.column_order is None else self.column_order.nbytes)
 
     def dequantize(self) -> Tensor:
         """The matrix as a plain tensor."""
-        return dequantize_rows(self.blocks, self.format, self.dtype)
+        return restore_columns(dequantize_rows(self.blocks, self.format, self.dtype), self.column_order)
 
     def dequantize_rows(self, rows: Tensor) -> Tensor:
         """The rows with the numbers `rows`, (…), as a plain tensor, (…, columns)."""
-        return dequantize_rows(self.blocks[rows], self.format, self.dtype)
+        return restore_columns(dequantize_rows(self.blocks[rows], self.format, self.dtype), self.column_order)
 
     def grouped_linear(self, x: Tensor, offsets: Tensor) -> Tensor:
         """y = x·W_eᵀ for the rows of each expert e, which end at offsets[e]."""
         y = x.new_empty(len(x), self.shape[1])
         for expert, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
             if end > start:
-                matrix = QuantizedTensor(self.blocks[expert], self.format, self.dtype)
+                order = None if self.column_order is None else self.column_order[expert]
+                matrix = QuantizedTensor(self.blocks[expert], self.format, self.dtype, order)
                 y[start:end] = F.linear(x[start:end], matrix)
         return y
 
@@ -82,6 +98,7 @@ class QuantizedTensor(Tensor):
             linear = linear_argument(self, bias)
             library.linear(ctypes.byref(linear), x.data_ptr(), len(x), y.data_ptr(), torch.get_num_threads())
         else:
+            x = x if self.column_order is None else x.index_select(-1, self.column_order)
             step = max(1, _PART_NUMEL // columns)
             for first in range(0, rows, step):
                 part = dequantize_rows(self.blocks[first : first + step], self.format)
@@ -91,7 +108,8 @@ class QuantizedTensor(Tensor):
 
     def copy_packed(self, *, clone: bool = False, dtype: torch.dtype | None = None) -> "QuantizedTensor":
         """A tensor with the same packed weights, or a copy of them."""
-        return QuantizedTensor(self.blocks.clone() if clone else self.blocks, self.format, dtype or self.dtype)
+        blocks = self.blocks.clone() if clone else self.blocks
+        return QuantizedTensor(blocks, self.format, dtype or self.dtype, self.column_order)
 
     def as_parameter(self) -> "QuantizedTensor":
         """A parameter with the same packed weights. `nn.Parameter(…)` imports the distributed tensors of PyTorch, which
@@ -104,21 +122,31 @@ class QuantizedTensor(Tensor):
         """The matrix packed for another device. None if it cannot be packed there."""
         if device.type == self.device.type:
             return self.copy_packed(dtype=dtype)
-        if device.type == "cuda" and (has_packed_products(device) if self.ndim == 2 else has_packed_experts(device)):
-            from cutaway.quantization.cuda_weights import pack_for_cuda
+        is_plain = self.ndim == 2 or self.column_order is None  # the kernels of experts do not reorder x
+        if (
+            device.type == "cuda"
+            and is_plain
+            and (has_packed_products if self.ndim == 2 else has_packed_experts)(device)
+        ):
+            from cutaway.quantization.cuda_weights import LAYOUTS, pack_for_cuda
 
-            weight = pack_for_cuda(self.blocks.to(device).flatten(0, -2), self.format)
+            if self.format.name not in LAYOUTS:
+                return None
+            order = None if self.column_order is None else self.column_order.to(device)
+            weight = pack_for_cuda(self.blocks.to(device).flatten(0, -2), self.format, order)
             has_kernel = self.ndim == 2 or (weight.records and self.shape[-2] % 16 == 0)
             if has_kernel and weight.scales_fit:
                 return CUDAQuantizedTensor(weight, self.format, dtype or self.dtype, self.shape)
         return None
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["blocks"], (self.format, self.dtype)
+        order = [] if self.column_order is None else ["column_order"]
+        return ["blocks", *order], (self.format, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedTensor":
-        return QuantizedTensor(inner["blocks"], *context)
+        format, dtype = context
+        return QuantizedTensor(inner["blocks"], format, dtype, inner.get("column_order"))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,7 +204,7 @@ class CUDAQuantizedTensor(QuantizedTensor):
         dtype: torch.dtype = torch.float32,
         shape: Sequence[int] | None = None,
     ) -> None:
-        self.packed, self.format = packed, format
+        self.packed, self.format, self.column_order = packed, format, packed.column_order
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -238,6 +266,16 @@ def dequantize_rows(blocks: Tensor, format: BlockFormat, dtype: torch.dtype = to
     return values.to(dtype)
 
 
+def restore_columns(values: Tensor, order: Tensor | None) -> Tensor:
+    """Rows (…, rows, columns), which are stored with their columns in `order`, with the columns in their own order."""
+    if order is None:
+        return values
+    places = order.argsort(-1)
+    if places.ndim == 1:
+        return values.index_select(-1, places)
+    return values.gather(-1, places.unsqueeze(-2).expand_as(values))
+
+
 def quantize_blocks(weight: Tensor, format: BlockFormat) -> QuantizedTensor:
     """Pack a matrix in the format Q8_0, Q4_1, Q4_K or Q6_K, with rounding to nearest."""
     return QuantizedTensor(pack_weights(weight, format), format, weight.dtype)
@@ -275,7 +313,10 @@ def _embedding(ids: Tensor, weight: QuantizedTensor, *_: object, **__: object) -
 def linear_argument(weight: Tensor, bias: Tensor | None) -> Linear:
     """Argument of the C kernels for an fp32 or quantized matrix. The caller keeps both tensors."""
     values = weight.blocks if isinstance(weight, QuantizedTensor) else weight
+    order = weight.column_order if isinstance(weight, QuantizedTensor) else None
     assert values.is_contiguous()
+    assert order is None or order.is_contiguous()
     index = weight.format.index if isinstance(weight, QuantizedTensor) else len(BLOCK_FORMATS)  # FP32 in linear.c
     rows, columns = weight.shape
-    return Linear(values.data_ptr(), None if bias is None else bias.data_ptr(), rows, columns, index)
+    addresses = [None if each is None else each.data_ptr() for each in (values, bias, order)]
+    return Linear(*addresses, rows, columns, index)

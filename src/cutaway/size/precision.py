@@ -115,6 +115,7 @@ _QUANTIZED_KINDS: dict[str, tuple[MatrixKind, ...]] = {
     "INT4_G128": ("layer", "experts"),
     "NF4": ("layer", "experts"),
     "FP8_G128": ("layer", "experts"),
+    "INT8_G32": ("layer", "experts"),
 }
 """Kinds of matrices that checkpoints store in a format. Those of GGUF store all matrices in it."""
 

@@ -89,7 +89,7 @@ def _find_format(quantization: Mapping[str, Any]) -> str | None:
             return "mxfp4"
         case "fp8" | "fbgemm_fp8":
             return "fp8_g128"
-        case "gptq" if not quantization.get("desc_act"):
+        case "gptq":
             return _integer_format(bits, group_size, is_symmetric=quantization.get("sym") is True)
         case "awq":
             return _integer_format(bits or 4, group_size, is_symmetric=quantization.get("zero_point") is False)
@@ -106,7 +106,7 @@ def _integer_format(bits: object, group_size: object, *, is_symmetric: bool) -> 
     if not isinstance(bits, int) or not 1 <= bits <= 8:
         return None
     if bits > 4:
-        return "q8_0"
+        return "q8_0" if is_symmetric or bits < 8 else "int8_g32"
     if group_size in (None, -1) or (isinstance(group_size, int) and group_size > 0 and group_size % 128 == 0):
         return "int4_g128"
     if not isinstance(group_size, int) or group_size <= 0 or group_size % 32:

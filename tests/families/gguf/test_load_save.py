@@ -12,10 +12,10 @@ from support.family_configs import random_llama_config
 from support.family_parity import randomize_weights, rng
 
 import cutaway as ct
-from cutaway.errors import CutawayError
+from cutaway.errors import CutawayError, InputError, WeightError
 from cutaway.families.config_tree import diff_configs
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
-from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile
+from cutaway.families.gguf.file_format import MIXED_TYPES, QUANTIZATIONS, GGUFFile, write_gguf
 from cutaway.families.gguf.load_save import save_gguf
 from cutaway.families.gguf.rope_fields import llama3_rope_factors
 from cutaway.tokenizer import byte_tokenizer
@@ -117,7 +117,7 @@ def test_transformers_loads_saved_gguf(arch: str, tmp_path: Path) -> None:
         torch.testing.assert_close(opened(tokens).logits, model(tokens).logits, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("quantization", GGML_TYPES)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_quantized_values_match_gguf_package(quantization: str, tmp_path: Path) -> None:
     _, checkpoint, _ = save_random_model("qwen2", 0, tmp_path)
     path = save_gguf(checkpoint, tmp_path / "quantized.gguf", quantization=quantization)
@@ -126,7 +126,42 @@ def test_quantized_values_match_gguf_package(quantization: str, tmp_path: Path) 
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         assert np.array_equal(file.read_tensor(tensor.name).float().numpy(), expected), tensor.name
     storage_types = {info.storage_type for info in file.tensor_infos.values()}
-    assert len(storage_types) == (1 if quantization == "f32" else 2)
+    assert len(storage_types) == (1 if quantization == "f32" else 3 if quantization in MIXED_TYPES else 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_mixtures_have_the_types_of_llama_cpp(tied: bool, tmp_path: Path) -> None:
+    """Types that llama-quantize chooses for 16 layers: `use_more_bits` and the rules of output and fused matrices."""
+    names = ["token_embd.weight", *([] if tied else ["output.weight"])]
+    parts = ("attn_q", "attn_v", "attn_qkv", "ffn_up", "ffn_down")
+    names += [f"blk.{layer}.{part}.weight" for layer in range(16) for part in parts]
+    tensors = [((name,), lambda: [torch.randn(1, 256)], 256) for name in names]
+    for quantization, most, fused, file_type in (("q4_k_m", "Q4_K", "Q5_K", 15), ("q5_k_m", "Q5_K", "Q6_K", 17)):
+        path = tmp_path / f"{quantization}.gguf"
+        write_gguf(path, "llama", {"llama.block_count": 16}, tensors, quantization)
+        file = GGUFFile(path)
+        assert file.metadata["general.file_type"] == file_type
+        types = {name: info.quantization for name, info in file.tensor_infos.items() if len(info.shape) == 2}
+        assert types.pop("token_embd.weight") == ("Q6_K" if tied else most)
+        assert types.pop("output.weight", "Q6_K") == "Q6_K"
+        for name, actual in types.items():
+            more_bits = int(name.split(".")[1]) in (0, 1, 4, 7, 10, 13, 14, 15)
+            is_larger = name.endswith(("attn_v.weight", "ffn_down.weight")) and more_bits
+            assert actual == ("Q6_K" if is_larger else fused if "attn_qkv" in name else most), name
+
+
+def test_weights_that_a_type_does_not_represent_are_refused(tmp_path: Path) -> None:
+    _, checkpoint, _ = save_random_model("llama", 0, tmp_path)
+    path = tmp_path / "out.gguf"
+    with pytest.raises(InputError, match=r"'q3' is not a supported quantization; use one of f32, .*, q4_k_m"):
+        save_gguf(checkpoint, path, quantization="q3")
+    with torch.no_grad():
+        checkpoint.model.stacks["decoder"].blocks[0].attn.f.q.weight[0, 0] = 1e6
+    for quantization in ("f16", "q8_0", "q4_k_m"):
+        with pytest.raises(WeightError, match=r"'blk.0.attn_q.weight' has values outside of the range of f16"):
+            save_gguf(checkpoint, path, quantization=quantization)
+    assert not path.exists()
+    save_gguf(checkpoint, path, quantization="bf16")
 
 
 @pytest.mark.parametrize("ggml_type", [k for k in gguf.GGMLQuantizationType if k in gguf.quants._type_traits])

@@ -15,8 +15,9 @@ from cutaway.errors import InputError
 
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="there is no C compiler")
-def test_adapters_on_packed_weights(tmp_path: Path) -> None:
-    saved = save_checkpoints(tmp_path, gptq(), gptq_config())
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_adapters_on_packed_weights(desc_act: bool, tmp_path: Path) -> None:
+    saved = save_checkpoints(tmp_path, gptq(desc_act=desc_act), gptq_config(desc_act=desc_act))
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     shapes = {"self_attn.q_proj": (HIDDEN, HIDDEN), "mlp.down_proj": (HIDDEN, INTERMEDIATE)}

@@ -74,7 +74,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "scales without groups": (
         lambda path: edit_tensors(path, lambda tensors: tensors.update({f"{Q_PROJ}.scales": torch.zeros(0, 128)})),
-        "q_proj.scales' has shape",
+        "q_proj.scales' in 'model.safetensors' has shape",
     ),
     "floating-point codes": (
         lambda path: edit_tensors(

@@ -137,7 +137,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no block size": (set_state(lambda state: state.pop("blocksize")), "it has no 'blocksize'"),
     "block size 0": (set_state(lambda state: state.update(blocksize=0)), "not a positive integer"),
     "block size is a float": (set_state(lambda state: state.update(blocksize=64.0)), "not a positive integer"),
-    "another block size": (set_state(lambda state: state.update(blocksize=32)), "absmax' has shape"),
+    "another block size": (set_state(lambda state: state.update(blocksize=32)), "absmax' in 'model.s.*' has shape"),
     "another shape": (set_state(lambda state: state.update(shape=[128, 130])), r"the shape \[128, 130\]"),
     "huge shape": (set_state(lambda state: state.update(shape=[1 << 50, 1])), "not a positive integer"),
     "shape of another order": (set_state(lambda state: state.update(shape=[64, 256])), "config.json requires"),

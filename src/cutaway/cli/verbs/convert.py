@@ -1,6 +1,7 @@
 """`cutaway convert`: convert checkpoints between Hugging Face, GGUF and cutaway formats."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.families.checkpoint import Checkpoint
 
 OutputFormat = Literal["hf", "gguf", "cutaway"]
-GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
+GGUFQuantization = Literal[
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k", "q5_1", "q5_0", "q4_k_m", "q4_k", "q4_1", "q4_0"
+]
 
 
 def convert(
@@ -83,6 +86,9 @@ def convert(
                 output_path = save(checkpoint, out, family=family, overwrite=overwrite, progress=progress)
         data["written"] = str(output_path)
         lines.append(f"written: {output_path}")
+        if quantization is not None:
+            data["matrices"], description = _count_formats(output_path, quantization)
+            lines.append(description)
     verified = True
     if verify:
         del checkpoint
@@ -99,6 +105,20 @@ def convert(
         Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)
     if not verified:
         raise typer.Exit(1)
+
+
+def _count_formats(path: Path, quantization: str) -> tuple[dict[str, int], str]:
+    """Number of matrices of a GGUF file in each format, and a line that says so."""
+    from cutaway.families.gguf.file_format import GGUFFile
+
+    infos = [info for info in GGUFFile(path).tensor_infos.values() if len(info.shape) > 1]
+    formats = dict(Counter(info.storage_type for info in infos).most_common())
+    line = f"matrices: {', '.join(f'{count} in {name}' for name, count in formats.items())}"
+    block = 256 if "_k" in quantization else 32
+    uneven = sum(info.shape[-1] % block > 0 for info in infos) if quantization.startswith("q") else 0
+    if uneven:
+        line += f" ({uneven} have columns that are not a multiple of {block}, so that {quantization} is not possible)"
+    return formats, line
 
 
 def _write_adapter(checkpoint: "Checkpoint", out: Path, to: OutputFormat, base: str | None, overwrite: bool) -> Path:

@@ -179,9 +179,17 @@ class GGUFFile:
 
 
 GGML_TYPES = {
-    "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q6_k": 14, "q5_1": 7, "q5_0": 6, "q4_k": 12, "q4_1": 3, "q4_0": 2,
+    "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q6_k": 14, "q5_k": 13, "q5_1": 7, "q5_0": 6, "q4_k": 12, "q4_1": 3,
+    "q4_0": 2,
 }  # fmt: skip
 """Name of a quantization type that can be written → its number in GGUF."""
+MIXED_TYPES = {"q4_k_m": ("q4_k", "q5_k"), "q5_k_m": ("q5_k", "q6_k")}
+"""Mixtures of llama.cpp: the type of most matrices, and that of fused q, k and v. `_choose_type` has the others."""
+QUANTIZATIONS = (*GGML_TYPES, *MIXED_TYPES)
+_FALLBACK_TYPES = {"q6_k": "q8_0", "q5_k": "q5_1", "q4_k": "q5_0"}
+"""Types of matrices whose columns are not a multiple of 256, as in llama.cpp."""
+_FILE_TYPES = {"f32": "ALL_F32", "q5_k": "MOSTLY_Q5_K_S", "q4_k": "MOSTLY_Q4_K_S"}
+"""`general.file_type`, if it is not the name of the quantization."""
 
 
 def write_gguf(
@@ -208,9 +216,16 @@ def write_gguf(
             else:
                 type_names = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}
                 writer.add_key_value(key, value, getattr(gguf.GGUFValueType, type_names[type(value)]))
-        for names, convert, _ in tensors:
+        if quantization is not None:
+            writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES.get(quantization, f"MOSTLY_{quantization.upper()}")])
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        entries = list(tensors)
+        has_output = any("output.weight" in names for names, _, _ in entries)
+        num_layers = metadata[f"{architecture}.block_count"] if quantization in MIXED_TYPES else 0
+        for names, convert, _ in entries:
             for name, tensor in zip(names, convert(), strict=True):
-                _add_tensor(gguf, writer, name, tensor, quantization)
+                type_name = _choose_type(name, quantization, num_layers, has_output=has_output)
+                _add_tensor(gguf, writer, name, tensor, type_name)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -225,20 +240,36 @@ def write_gguf(
         Path(staging).unlink(missing_ok=True)
 
 
+def _choose_type(name: str, quantization: str | None, num_layers: Any, *, has_output: bool) -> str | None:
+    """Type of a tensor. In a mixture, more bits are for the output matrix, and for v and `down` of half of the layers:
+    the first and last eighth, and every third between them."""
+    if quantization not in MIXED_TYPES:
+        return quantization
+    most, fused = MIXED_TYPES[quantization]
+    if name == ("output.weight" if has_output else "token_embd.weight"):
+        return "q6_k"
+    if name.endswith("attn_qkv.weight"):
+        return fused
+    if name.endswith(("attn_v.weight", "ffn_down.weight")):
+        layer, eighth = int(name.split(".")[1]), num_layers // 8
+        if layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2:
+            return "q6_k"
+    return most
+
+
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, quantization: str | None) -> None:
     stored_type = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(tensor.dtype, "f32")
     ggml_type = gguf.GGMLQuantizationType(GGML_TYPES[quantization or stored_type])
     if ggml_type.name.endswith("_K") and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[ggml_type][0]:  # as llama.cpp
-        ggml_type = gguf.GGMLQuantizationType(GGML_TYPES["q8_0" if quantization == "q6_k" else "q5_0"])
+        ggml_type = gguf.GGMLQuantizationType(GGML_TYPES[_FALLBACK_TYPES[ggml_type.name.lower()]])
     if tensor.ndim < 2 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[ggml_type][0]:
         ggml_type = gguf.GGMLQuantizationType(0)
     values = tensor.float().numpy()
     if not np.isfinite(values).all():
         raise WeightError(f"'{name}' has NaN or infinite values, which cannot be loaded; nothing is saved")
-    with np.errstate(over="ignore"):
-        packed = values if ggml_type == 0 else _quantize(gguf, values, ggml_type)
-    if ggml_type == 1 and not np.isfinite(packed).all():
+    if ggml_type not in (0, GGML_TYPES["bf16"]) and np.abs(values).max() > np.finfo(np.float16).max:  # also of scales
         raise WeightError(f"'{name}' has values outside of the range of f16; nothing is saved; use bf16 or f32")
+    packed = values if ggml_type == 0 else _quantize(gguf, values, ggml_type)
     writer.add_tensor(name, packed, raw_shape=packed.shape, raw_dtype=ggml_type)
 
 

@@ -14,7 +14,7 @@ from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
-from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile, write_gguf
+from cutaway.families.gguf.file_format import QUANTIZATIONS, GGUFFile, write_gguf
 from cutaway.families.gguf.rope_fields import ROPE_TENSORS
 from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, merge_adapters, resolve_output_path
 from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
@@ -142,8 +142,8 @@ def save_gguf(
     """Save a checkpoint as one GGUF file. Matrices keep their dtype unless `quantization` is set."""
     checkpoint = merge_adapters(as_checkpoint(checkpoint))
     target = check_output_file(path, overwrite=overwrite)
-    if quantization is not None and (not isinstance(quantization, str) or quantization not in GGML_TYPES):
-        raise InputError(f"'{quantization}' is not a supported quantization; use one of {', '.join(GGML_TYPES)}")
+    if quantization is not None and (not isinstance(quantization, str) or quantization not in QUANTIZATIONS):
+        raise InputError(f"'{quantization}' is not a supported quantization; use one of {', '.join(QUANTIZATIONS)}")
     family, all_metadata = find_architecture(checkpoint.config, checkpoint.family)
     prefix = f"{family.name}."
     metadata = {key: value for key, value in all_metadata.items() if key.startswith(prefix) and value is not None}

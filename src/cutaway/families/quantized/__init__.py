@@ -18,8 +18,9 @@
 
 int4 groups are packed as INT4_G128 if groups are multiples of 128 columns, else as Q4_0 or, with zero points, Q4_1.
 A matrix stays packed if its columns are whole blocks and the columns of a block have one scale. INT4_G128 and FP8_G128
-have blocks of 128 columns, NF4 of 64, the others of 32. The matrices of experts, columns in activation order
-(GPTQ's desc_act) and 8-bit codes minus zero points outside of int8 are dequantized.
+have blocks of 128 columns, NF4 of 64, the others of 32. Columns in activation order (GPTQ's desc_act) are stored in the
+order of their groups, and products reorder x. 8-bit codes minus zero points outside of int8 are packed as INT8_G32, and
+dequantized on a GPU.
 """
 
 from cutaway.families.quantized.open import open_quantized, read_dtype

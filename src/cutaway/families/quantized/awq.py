@@ -36,7 +36,7 @@ class AWQReader(QuantizedReader):
         size = columns if self.group_size == -1 else self.group_size
         if columns % size:
             raise WeightError(
-                f"tensor '{parts['qweight']}' has {columns} columns, not a multiple of the group size"
+                f"{self.describe_tensor(parts['qweight'])} has {columns} columns, not a multiple of the group size"
                 f" {size}; config.json and weights do not match"
             )
         self.check_part(parts["scales"], name, (columns // size, words * 8), *FLOAT_DTYPES)

@@ -84,9 +84,9 @@ class CompressedTensorsReader(QuantizedReader):
         bits = next((each for each in self.bits if each in candidates), 0)
         if rows != info.shape[0] or columns <= 0 or not bits:
             raise WeightError(
-                f"tensor '{parts['packed']}' has shape {list(info.shape)}, which a matrix of shape {[rows, columns]}"
-                f" with {' or '.join(map(str, self.bits)) or 'unknown'} bits does not have; config.json and"
-                " weights do not match"
+                f"{self.describe_tensor(parts['packed'])} has shape {list(info.shape)}, which a matrix of shape"
+                f" {[rows, columns]} with {' or '.join(map(str, self.bits)) or 'unknown'} bits does not have;"
+                " config.json and weights do not match"
             )
         self._check_integer_parts(name, parts, (rows, columns), bits)
         self.kinds[name] = f"int{bits}"
@@ -117,7 +117,8 @@ class CompressedTensorsReader(QuantizedReader):
         else:
             dtypes = (torch.uint8, torch.float8_e8m0fnu)
         if shape[1] % size:
-            raise WeightError(f"tensor '{parts['packed']}' has {shape[1]} columns, not groups of {size}; it is damaged")
+            packed = self.describe_tensor(parts["packed"])
+            raise WeightError(f"{packed} has {shape[1]} columns, not groups of {size}; the file is damaged")
         self.check_part(parts["scales"], name, (shape[0], shape[1] // size), *dtypes)
         self.kinds[name] = "fp4"
         self.add_matrix(name, parts, shape, "nvfp4" if size == 16 else "mxfp4")
@@ -138,7 +139,7 @@ class CompressedTensorsReader(QuantizedReader):
                 parts["zero_points"] = f"{name}_zero_point"
                 if self.reader.read_tensor(parts["zero_points"]).float().any():
                     raise WeightError(
-                        f"tensor '{parts['zero_points']}' has zero points of fp8 numbers, which are not"
+                        f"{self.describe_tensor(parts['zero_points'])} has zero points of fp8 numbers, which are not"
                         " supported; load the unquantized checkpoint"
                     )
         self.add_matrix(name, parts, shape, f"compressed {'int8' if info.dtype == torch.int8 else 'fp8'}")
@@ -204,7 +205,7 @@ class CompressedTensorsReader(QuantizedReader):
             return contiguous_groups(columns, size)
         if groups.min() < 0 or groups.max() >= columns // size:
             raise WeightError(
-                f"tensor '{self.parts[name]['g_idx']}' has a group outside of the {columns // size}"
+                f"{self.describe_tensor(self.parts[name]['g_idx'])} has a group outside of the {columns // size}"
                 f" groups of '{name}'; the file is damaged"
             )
         return groups

@@ -27,6 +27,8 @@ class GPTQReader(QuantizedReader):
         config = self.config
         self.num_bits = get_int(config, "bits", None, choices=_BITS)
         self.group_size = get_int(config, "group_size", 128)
+        self.has_overrides = bool(config.get("dynamic"))
+        """Whether rules for modules may change bits and group size. The shapes of the tensors show both."""
         key = "checkpoint_format" if config.get("checkpoint_format") else "format"
         self.zero_offset = 1 if get_choice(config, key, "gptq", ("gptq", "gptq_v2")) == "gptq" else 0
         if config.get("is_marlin_format"):
@@ -43,31 +45,45 @@ class GPTQReader(QuantizedReader):
         name = f"{stem}.weight"
         parts = {part: f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
         words, rows = self.check_part(parts["qweight"], name, None, torch.int32, dims=2).shape
+        (groups, _) = self.check_part(parts["scales"], name, None, *FLOAT_DTYPES, dims=2).shape
+        self.check_part(parts["scales"], name, (groups, rows), *FLOAT_DTYPES)
         num_bits = self.num_bits
+        if self.has_overrides:
+            (_, words_of_zeros) = self.check_part(parts["qzeros"], name, None, torch.int32, dims=2).shape
+            num_bits = words_of_zeros * 32 // rows
+        columns = words * 32 // num_bits if num_bits else 0
         if parts["g_idx"] in self.reader.tensor_infos:
             (columns,) = self.check_part(parts["g_idx"], name, None, torch.int32, torch.int64, dims=1).shape
-            if self.config.get("dynamic"):  # rules by module may change bits and group size
-                num_bits = words * 32 // columns
-        else:
-            columns = words * 32 // num_bits
-            del parts["g_idx"]
         if num_bits not in _BITS or words * 32 != columns * num_bits or rows * num_bits % 32:
             raise WeightError(
-                f"tensor '{parts['qweight']}' has shape [{words}, {rows}], which a matrix of {columns} columns of"
-                f" {num_bits} bits does not have; config.json and weights do not match"
+                f"{self.describe_tensor(parts['qweight'])} has shape [{words}, {rows}], which a matrix of {columns}"
+                f" columns of {num_bits} bits does not have; config.json and weights do not match"
             )
-        (groups, _) = self.check_part(parts["scales"], name, None, *FLOAT_DTYPES, dims=2).shape
         expected = -(-columns // (columns if self.group_size == -1 else self.group_size))
-        if groups != expected and not self.config.get("dynamic"):
+        if groups != expected and not self.has_overrides:
             size = f"groups of {_describe_group_size(self.group_size)}"
             raise WeightError(
-                f"tensor '{parts['scales']}' has {groups} groups, but {columns} columns in {size} are {expected};"
-                " config.json and weights do not match"
+                f"{self.describe_tensor(parts['scales'])} has {groups} groups, but {columns} columns in {size} are"
+                f" {expected}; config.json and weights do not match"
             )
-        self.check_part(parts["scales"], name, (groups, rows), *FLOAT_DTYPES)
         self.check_part(parts["qzeros"], name, (groups, rows * num_bits // 32), torch.int32)
+        if parts["g_idx"] not in self.reader.tensor_infos:
+            self._check_adjacent_groups(parts.pop("g_idx"), groups, columns)
         self.add_matrix(name, parts, (rows, columns), f"gptq int{num_bits}")
         self._ignore_zero_bias(f"{stem}.bias")
+
+    def _check_adjacent_groups(self, g_idx: str, groups: int, columns: int) -> None:
+        """Raise if the group of a column is not known without `g_idx`, the name of the tensor that is not stored."""
+        if self.config.get("desc_act") and not self.config.get("static_groups") and groups > 1:
+            raise WeightError(
+                f"tensor '{g_idx}' is missing, although config.json has desc_act, with which it has the group of each"
+                " column; download it again"
+            )
+        if self.has_overrides and columns % groups:
+            raise WeightError(
+                f"tensor '{g_idx}' is missing, without which the {groups} groups of {columns} columns are not known;"
+                " download it again"
+            )
 
     def _ignore_zero_bias(self, name: str) -> None:
         """AutoGPTQ stores zeros as biases of layers that have none."""
@@ -95,12 +111,13 @@ class GPTQReader(QuantizedReader):
     def _read_groups(self, name: str, num_groups: int) -> Tensor:
         columns = self.tensor_infos[name].shape[1]
         if "g_idx" not in self.parts[name]:
-            return contiguous_groups(columns, columns if self.group_size == -1 else self.group_size)
+            size = columns // num_groups if self.has_overrides else self.group_size
+            return contiguous_groups(columns, columns if size == -1 else size)
         groups = self.read_part(name, "g_idx").long()
         if groups.min() < 0 or groups.max() >= num_groups:
             raise WeightError(
-                f"tensor '{self.parts[name]['g_idx']}' has a group outside of the {num_groups} groups of '{name}'; the"
-                " file is damaged"
+                f"{self.describe_tensor(self.parts[name]['g_idx'])} has a group outside of the {num_groups} groups of"
+                f" '{name}'; the file is damaged"
             )
         return groups
 

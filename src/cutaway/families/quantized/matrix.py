@@ -1,6 +1,6 @@
 """A quantized matrix as codes, scales and zero points. It is dequantized, or packed in a block format."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from cutaway.quantization.quantized_tensor import QuantizedTensor
 _CHUNK_NUMEL = 1 << 20
 """Number of weights that are dequantized at once. This takes a few times the memory of the result."""
 _FORMATS_OF_VALUES = ((NF4_VALUES, "NF4"), (FP4_VALUES, "MXFP4"))
+_SMALLEST_BLOCKS = BLOCK_FORMATS["Q4_1"]
 _MAX_SCALE_ERROR = 2**-9
 """Maximum relative error of a scale in fp16, that of rounding to bf16. Scales below 2⁻²¹ can have larger errors."""
 
@@ -66,6 +67,10 @@ class QuantizedMatrix:
             return self._to_blocks("FP8_G128", self.codes.view(torch.uint8), dtype)
         if self.codes.dtype != torch.uint8:
             return None
+        if (order := self._find_column_order()) is not None:
+            sorted_matrix = replace(self, codes=self.codes[:, order], groups=self.groups[order])
+            packed = sorted_matrix.pack(dtype)
+            return None if packed is None else QuantizedTensor(packed.blocks, packed.format, dtype, order)
         if self.values is not None:
             name = next((name for values, name in _FORMATS_OF_VALUES if self.values == values), None)
             return None if name is None else self._to_blocks(name, self.codes, dtype)
@@ -78,13 +83,20 @@ class QuantizedMatrix:
             return self._to_blocks("Q4_0", self.codes, dtype)
         return self._to_blocks("Q4_1", self.codes, dtype, offsets) if packed is None else packed
 
+    def _find_column_order(self) -> Tensor | None:
+        """Columns in the order of their groups, if the columns of a group are not adjacent; None if they are."""
+        if bool((self.groups.diff() >= 0).all()) or self._find_block_groups(_SMALLEST_BLOCKS) is not None:
+            return None
+        return self.groups.argsort(stable=True)
+
     def _pack_8_bits(self, dtype: torch.dtype) -> QuantizedTensor | None:
-        """Q8_0 has no zero points: code minus zero point must be an int8 number."""
+        """Q8_0 has no zero points: code minus zero point must be an int8 number. INT8_G32 has offsets."""
         zeros = torch.as_tensor(self.zero_points).to(torch.int16)
         numbers = self.codes.to(torch.int16) - (zeros[:, self.groups] if zeros.ndim else zeros)
         low, high = torch.aminmax(numbers)
         if low < -128 or high > 127:
-            return None
+            offsets = self.scales.float() * self.factor * (128 - zeros.float())
+            return self._to_blocks("INT8_G32", self.codes, dtype, offsets)
         return self._to_blocks("Q8_0", numbers.to(torch.int8).view(torch.uint8), dtype)
 
     def _to_blocks(

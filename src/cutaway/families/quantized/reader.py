@@ -80,13 +80,20 @@ class QuantizedReader(ABC):
             raise WeightError(f"tensor '{name}' is missing, without which '{of}' has no values; download it again")
         if (shape is not None and info.shape != shape) or (dims is not None and len(info.shape) != dims):
             expected = f"'{of}' requires {list(shape) if shape is not None else f'{dims} dimensions'}"
-            raise WeightError(f"tensor '{name}' has shape {list(info.shape)}, but {expected}; the file is damaged")
+            shape_found = f"{self.describe_tensor(name)} has shape {list(info.shape)}"
+            raise WeightError(f"{shape_found}, but {expected}; the file is damaged")
         if 0 in info.shape:
-            raise WeightError(f"tensor '{name}' of '{of}' is empty; the file is damaged")
+            raise WeightError(f"{self.describe_tensor(name)}, of '{of}', is empty; the file is damaged")
         if info.dtype not in dtypes:
             expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise WeightError(f"tensor '{name}' has dtype {info.storage_type}, not {expected}; the file is damaged")
+            dtype = f"{self.describe_tensor(name)} has dtype {info.storage_type}"
+            raise WeightError(f"{dtype}, not {expected}; the file is damaged")
         return info
+
+    def describe_tensor(self, name: str) -> str:
+        """A stored tensor and its file, for error messages."""
+        file_name = self.reader.tensor_infos[name].file_name
+        return f"tensor '{name}'{f' in {file_name!r}' if file_name else ''}"
 
     def read_part(self, name: str, part: str) -> Tensor:
         return self.reader.read_tensor(self.parts[name][part])

@@ -201,10 +201,16 @@ def _block_arguments(stack: Stack, layer: int, block: Any, tensors: list[Tensor]
     arguments = _Block(d_model=attention.q.in_features, activation=_ACTIVATION_IDS[ffn.act])
     arguments.attention = attention_arguments
     arguments.is_gated, arguments.is_parallel = type(ffn) is GatedMLP, is_parallel
+    orders: list[Tensor] = []
     for name, linear in linears.items():
         # Detached tensors keep the memory if the parameter is moved to other memory, as by `concat_linears`.
         weight: Tensor = linear.weight
         weight = weight.copy_packed() if isinstance(weight, QuantizedTensor) else weight.detach()
+        if isinstance(weight, QuantizedTensor) and weight.column_order is not None:
+            # The kernel reorders x once for matrices whose orders are one tensor, such as q, k and v.
+            order = weight.column_order
+            weight.column_order = next((each for each in orders if torch.equal(each, order)), order)
+            orders.append(weight.column_order)
         bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
         if not weight.is_contiguous():
             return None

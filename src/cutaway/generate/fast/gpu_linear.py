@@ -172,7 +172,7 @@ def _packed_linear(
     gated: bool,
 ) -> Tensor:
     """See `fused_linear`. The activation and the gate are fused if W is one matrix in one format."""
-    if norm is not None and len(x) > 1:
+    if norm is not None and (len(x) > 1 or weight.reorders_columns):
         x, norm = fused_add_norm(x.contiguous(), None, norm)[1], None
     x = x.contiguous()
     part, count = weight.parts[0], weight.out_features // (2 if gated else 1)

@@ -61,6 +61,11 @@ class PackedLinearWeight:
     def out_features(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def reorders_columns(self) -> bool:
+        """Whether products reorder x after the norm: see `CUDAWeight.column_order`."""
+        return any(isinstance(part, CUDAWeight) and part.column_order is not None for part in self.parts)
+
 
 AnyLinearWeight: TypeAlias = LinearWeight | PackedLinearWeight
 
