@@ -157,7 +157,7 @@ def test_columns_in_another_order(rows: int) -> None:
     assert_near(fused_linear(x, weight, norm=norm, act="silu", gated=True), F.silu(gate) * up, 1e-4)
 
 
-QUICK = [("MXFP4", 1), ("Q4_K", 5)]
+QUICK = [("MXFP4", 1)]
 EXPERT_CASES = [("MXFP4", 1, torch.bfloat16), ("Q4_K", 5, torch.float32), ("Q8_0", 33, torch.bfloat16)]
 
 

@@ -1,4 +1,4 @@
-"""Speed-ups of a training step on a GPU: fused projections (QKV, gate and up) and torch.compile of blocks.
+"""Speed-ups of a training step: fused projections (QKV, gate and up), and on a GPU torch.compile of blocks.
 
 Both apply only inside a context manager that the training step enters. Evaluation, sampling and export use the
 unchanged model.
@@ -44,12 +44,13 @@ def compile_for_training(
 ) -> Callable[[], AbstractContextManager[None]]:
     """Return a function that creates a context in which a step runs with compiled blocks and fused projections.
 
-    If `compile_blocks` is None, blocks are compiled on a GPU only.
+    If `compile_blocks` is None, blocks are compiled on a GPU only. On a CPU, one process fuses projections in any case.
     """
-    if not (model.device.type == "cuda" if compile_blocks is None else compile_blocks):
+    is_compiled = model.device.type == "cuda" if compile_blocks is None else compile_blocks
+    if not is_compiled and (compile_blocks is False or model.device.type != "cpu" or not single_process):
         return nullcontext
     replaced_methods = _find_fusible_modules(model)
-    for stack in model.stacks.values():
+    for stack in model.stacks.values() if is_compiled else ():
         if single_process:
             replaced_methods[stack] = {"run_blocks": _compile_stack(stack)}
         else:  # blocks are compiled one by one, because ranks communicate between blocks

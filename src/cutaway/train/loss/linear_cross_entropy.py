@@ -82,9 +82,10 @@ def linear_cross_entropy(
     logits = _get_buffer(buffers, "logits", x.new_empty, chunk_size, columns)
     logits_grad = logits if on_gpu else _get_buffer(buffers, "logits_grad", x.new_empty, chunk_size, columns)
     x_grad = torch.empty_like(x)
-    weight_grad = x.new_zeros(columns, d_model, dtype=torch.float32) if is_trained else None
+    allocate_grad = x.new_zeros if on_gpu else x.new_empty  # on a CPU, the first product overwrites it
+    weight_grad = allocate_grad(columns, d_model, dtype=torch.float32) if is_trained else None
     losses, cross_entropies = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    accumulate_in_fp32: Any = {"out_dtype": torch.float32} if on_gpu else {}
+    options_of_grad: Any = {"out_dtype": torch.float32} if on_gpu else {}
     for start in range(0, rows, chunk_size):
         chunk = slice(start, start + chunk_size)
         x_chunk, filled = x[chunk], slice(0, min(chunk_size, rows - start))  # the last chunk may be shorter
@@ -102,8 +103,10 @@ def linear_cross_entropy(
             losses[chunk], cross_entropies[chunk] = loss.squeeze(-1), cross_entropy.squeeze(-1)
         torch.mm(logits_grad[filled], weight, out=x_grad[chunk])
         if weight_grad is not None:
-            torch.addmm(weight_grad, logits_grad[filled].T, x_chunk, out=weight_grad, **accumulate_in_fp32)
-    if weight_grad is not None:
+            if not on_gpu:
+                options_of_grad["beta"] = 1 if start else 0
+            torch.addmm(weight_grad, logits_grad[filled].T, x_chunk, out=weight_grad, **options_of_grad)
+    if weight_grad is not None and columns != vocab:  # a view that autograd cannot add to in place
         weight_grad = weight_grad[:vocab]
     return _LinearCrossEntropyOutput(losses.sum(), cross_entropies.sum(), x_grad, weight_grad)
 
