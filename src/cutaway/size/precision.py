@@ -93,6 +93,8 @@ def _format_of_width(block_format: BlockFormat, width: int) -> BlockFormat | Non
 
 _INT4_GROUP_SIZE = 128
 """Number of weights per scale in int4."""
+FLOAT8_ALIGNMENT = 16
+"""In float8 training, layers whose input and output sizes are multiples of this number have fp8 products."""
 _LAYERS_IN = "layer matrices in {}, the rest in bf16"
 
 PRECISIONS = {

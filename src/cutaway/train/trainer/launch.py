@@ -35,6 +35,7 @@ from cutaway.train.objectives.build import (
     uses_reference_model,
 )
 from cutaway.train.objectives.reference_model import ReferenceModel
+from cutaway.train.optim.float8 import check_float8
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.grpo import GRPOConfig
@@ -136,6 +137,8 @@ def _build_trainer(
     device = dist_context.resolve_device(device)
     dist_context.init_mesh(recipe.parallel, device)
     recipe = resolve_precision(recipe, device)
+    if recipe.training.precision == "float8":
+        check_float8(recipe.training.float8, device)
     is_sharded = dist_context.mesh is not None
     log, free = callback.on_message, free_memory(device)
     has_adapter, has_records = check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)
