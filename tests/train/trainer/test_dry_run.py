@@ -51,6 +51,8 @@ def assert_matches_prediction(report: DryRunReport, *, rel: float) -> None:
         (4, "all", 1, "fp32", "none", (1, 4, 1)),
         (2, 1, 2, "fp32", "none", (1, 1, 2)),
         (8, 2, 2, "bf16", "selective", (2, 2, 2)),
+        (2, "all", 1, "float8", "none", (1, 2, 1)),
+        pytest.param(1, 1, 1, "float8", "full", (1, 1, 1), marks=pytest.mark.nightly),
         pytest.param(4, 2, 2, "fp32", "none", (1, 2, 2), marks=pytest.mark.nightly),
         pytest.param(4, 1, 2, "bf16", "none", (2, 1, 2), marks=pytest.mark.nightly),
         pytest.param(1, 1, 1, "fp32", "none", (1, 1, 1), marks=pytest.mark.nightly),
