@@ -197,6 +197,16 @@ def test_gradients_are_close_to_bf16(name: str) -> None:
     assert sum(errors["rowwise"]) < 0.9 * sum(errors["tensorwise"])
 
 
+@pytest.mark.parametrize("recipe_name", ["tensorwise", "rowwise"])
+def test_emulation_equals_scaled_products(recipe_name: Any) -> None:
+    """torch._scaled_mm, which computes the products on a GPU, exists on a CPU too. Only the order of sums differs."""
+    emulated, scaled = (
+        gradients(build_model("tiny-llama", Float8Config(recipe_name=recipe_name, emulate=emulate)))
+        for emulate in (True, False)
+    )
+    assert all(rel_error(scaled[key], emulated[key]) < 2e-3 for key in emulated)
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing_changes_nothing(mode: Any) -> None:
     model = build_model("tiny-llama")

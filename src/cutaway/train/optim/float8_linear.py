@@ -29,4 +29,4 @@ class Float8Linear(TorchAOFloat8Linear):
         if padding:
             rows = F.pad(rows, (0, 0, 0, padding))
         y: Tensor = super().forward(rows)
-        return y[: len(y) - padding].view(*x.shape[:-1], -1)
+        return y[: len(y) - padding].view(*x.shape[:-1], self.out_features)
