@@ -41,6 +41,8 @@ TINY_MODEL: dict[str, Any] = {
 LAST_SHARE = 5
 """The training loss is averaged over the last 1/5 of the steps."""
 SMOOTHING_STEPS = 25
+STEPS_PER_POINT = 5
+"""Distance of the points of a smoothed line, which keeps the file small."""
 Run = dict[str, Any]
 
 
@@ -96,32 +98,38 @@ def format_interval(interval: ConfidenceInterval) -> str:
     return f"{interval.mean:+.4f}{half_width}"
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over the last SMOOTHING_STEPS steps."""
-    windows = [values[max(0, index - SMOOTHING_STEPS) : index] for index in range(1, len(values) + 1)]
-    return [sum(window) / len(window) for window in windows]
+def smooth(values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Steps, and the mean over the SMOOTHING_STEPS steps around each of them."""
+    half = SMOOTHING_STEPS // 2
+    indices = range(0, len(values), STEPS_PER_POINT)
+    windows = [values[max(0, index - half) : index + half + 1] for index in indices]
+    return [index + 1 for index in indices], [sum(window) / len(window) for window in windows]
 
 
 def plot(runs: dict[str, list[Run]], path: Path, title: str) -> None:
-    """Above: loss curves of the first seed. Below: smoothed difference from the reference, each seed and the mean."""
+    """Above: loss curves of the first seed. Below: smoothed difference from the reference, each seed and the mean.
+
+    The thin line above is the loss of the reference in each step.
+    """
     reference, *variants = runs
     colors = dict(zip(runs, LINE_COLORS, strict=False))
     with rc_context({**MATPLOTLIB_STYLE, "svg.hashsalt": "float8"}):
         figure = Figure(figsize=(8, 5.4), layout="constrained")
         above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-        steps = range(1, len(runs[reference][0]["losses"]) + 1)
-        for name in (reference, *(name for name in variants if name.startswith("float8"))):
-            losses = runs[name][0]["losses"]
-            above.plot(steps, losses, color=colors[name], alpha=0.25, linewidth=0.7)
-            style = "-" if name == reference else (0, (4, 3))  # dashed, so that lines below stay visible
-            above.plot(steps, smooth(losses), color=colors[name], linewidth=1.5, linestyle=style, label=name)
+        losses = runs[reference][0]["losses"]
+        above.plot(range(1, len(losses) + 1), losses, color=colors[reference], alpha=0.3, linewidth=0.7)
+        above.plot(*smooth(losses), color=colors[reference], linewidth=1.5, label=reference)
+        for number, name in enumerate(each for each in variants if each.startswith("float8")):
+            dashes = (6 * number, (4, 8))  # so that equal lines are all visible
+            above.plot(
+                *smooth(runs[name][0]["losses"]), color=colors[name], linewidth=1.5, linestyle=dashes, label=name
+            )
         for name in variants:
-            by_seed = [
-                smooth([a - b for a, b in zip(run["losses"], other["losses"], strict=True)])
-                for run, other in zip(runs[name], runs[reference], strict=True)
-            ]
-            for values in by_seed:
-                below.plot(steps, values, color=colors[name], alpha=0.25, linewidth=0.6)
+            by_seed: list[list[float]] = []
+            for run, other in zip(runs[name], runs[reference], strict=True):
+                steps, values = smooth([a - b for a, b in zip(run["losses"], other["losses"], strict=True)])
+                below.plot(steps, values, color=colors[name], alpha=0.3, linewidth=0.6)
+                by_seed.append(values)
             mean = [sum(values) / len(values) for values in zip(*by_seed, strict=True)]
             below.plot(steps, mean, color=colors[name], linewidth=1.5, label=f"{name} − {reference}")
         below.axhline(0, color=colors[reference], linewidth=0.8)
@@ -129,9 +137,9 @@ def plot(runs: dict[str, list[Run]], path: Path, title: str) -> None:
         above.set_ylabel("loss (nats per token)")
         below.set_ylabel(f"difference, mean of\n{SMOOTHING_STEPS} steps")
         below.set_xlabel("step")
-        for axes in (above, below):
+        for axes, location in ((above, "upper right"), (below, "lower right")):
             axes.grid(True, color="#E5E5E5", linewidth=0.6)
-            axes.legend(ncols=3, loc="upper right")
+            axes.legend(ncols=3, loc=location, handlelength=3)
         figure.savefig(path, metadata={"Date": None})
 
 
