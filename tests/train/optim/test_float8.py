@@ -259,9 +259,8 @@ def read_values(run: Path, name: str) -> list[float]:
 def test_run_trains_like_bf16_and_exports_the_weights(recipe: dict[str, Any], tmp_path: Path) -> None:
     trainer = prepare_trainer(load_recipe(recipe), tmp_path / "float8", device="cpu")
     trainer.train()
-    reference = train(
-        recipe, tmp_path / "bf16", overrides=["training.float8={}", "training.precision=bf16"], device="cpu"
-    )
+    bf16_recipe = recipe | {"training": {**recipe["training"], "precision": "bf16", "float8": None}}
+    reference = train(bf16_recipe, tmp_path / "bf16", device="cpu")
     values, expected = (read_values(tmp_path / name, "loss") for name in ("float8", "bf16"))
     assert values != expected
     assert values == pytest.approx(expected, rel=0.02)

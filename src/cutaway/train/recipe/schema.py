@@ -278,7 +278,8 @@ class TrainingConfig(ConfigNode):
     """Dtype of matrix products (autocast). Weights stay fp32. fp16 uses loss scaling and skips steps that overflow.
     'float8': bf16, with fp8 products in the linear layers of blocks, which needs torchao and a GPU with fp8. 'auto':
     bf16 on a GPU that computes in bf16, otherwise fp32."""
-    float8: Float8Config = Float8Config()
+    float8: Float8Config | None = None
+    """Options of float8 training. None: their defaults."""
     ema_decay: Probability | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights.
     None: no average."""
@@ -308,7 +309,7 @@ class TrainingConfig(ConfigNode):
 
     @model_validator(mode="after")
     def _check_float8(self) -> "TrainingConfig":
-        if self.float8 != Float8Config() and self.precision != "float8":
+        if self.float8 is not None and self.precision != "float8":
             raise ValueError(
                 f"float8 is set, but precision is '{self.precision}'; set precision to 'float8', or remove float8"
             )

@@ -41,7 +41,7 @@ from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.inputs import check_recipe_inputs
 from cutaway.train.recipe.load import RecipeSource, load_recipe
-from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
+from cutaway.train.recipe.schema import Float8Config, PretrainedModelConfig, Recipe
 from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import has_general_loss, read_general_text
 from cutaway.train.trainer.memory_check import check_memory, check_model_states_memory
@@ -138,7 +138,7 @@ def _build_trainer(
     dist_context.init_mesh(recipe.parallel, device)
     recipe = resolve_precision(recipe, device)
     if recipe.training.precision == "float8":
-        check_float8(recipe.training.float8, device)
+        check_float8(recipe.training.float8 or Float8Config(), device)
     is_sharded = dist_context.mesh is not None
     log, free = callback.on_message, free_memory(device)
     has_adapter, has_records = check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)

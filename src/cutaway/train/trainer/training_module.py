@@ -22,6 +22,7 @@ from cutaway.train.optim.float8 import convert_to_float8
 from cutaway.train.optim.mixed_precision import compute_dtype, disable_onednn_without_bf16
 from cutaway.train.recipe.schema import (
     CausalLMConfig,
+    Float8Config,
     ObjectiveConfig,
     Precision,
     PretrainedModelConfig,
@@ -43,7 +44,7 @@ def build_training_model(config: Config, training: TrainingConfig, device: torch
     if pooler is not None:
         pooler.requires_grad_(False)  # no objective uses the pooler, and DDP would wait for its gradient
     if training.precision == "float8":
-        convert_to_float8(model, training.float8)
+        convert_to_float8(model, training.float8 or Float8Config())
     return model
 
 
