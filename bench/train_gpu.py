@@ -4,10 +4,12 @@
 
 DIR contains nanoGPT's model.py. GPT-2 124M, 64 × 1,024 tokens, and Llama-3.2-1B, 8 × 2,048 tokens, with random weights;
 bf16 autocast with fp32 weights, AdamW, gradient clipping, no dropout, no synchronization within a round. The
-implementations alternate, because a GPU is slower when it is warm.
+implementations alternate, because a GPU is slower when it is warm. On a GPU with fp8 products, Llama-3.2-1B is also
+trained in float8, compared with bf16.
 """
 
 import argparse
+import functools
 import gc
 import importlib
 import itertools
@@ -25,11 +27,12 @@ from report import Row, add_json_option, print_row, save_rows
 import cutaway as ct
 from cutaway.train.data.datasets import PackedBatch
 from cutaway.train.objectives.objective import causal_lm
+from cutaway.train.optim.float8 import has_fp8_products
 from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.train_step import TrainStepRunner
-from cutaway.train.trainer.training_module import TrainingModule
+from cutaway.train.trainer.training_module import TrainingModule, build_training_model
 
 StepFn = Callable[[], Any]
 LLAMA_CONFIG = {
@@ -46,28 +49,37 @@ LLAMA_CONFIG = {
 }
 
 
-def build_cutaway_step(preset: str, batch_size: int, seq_len: int) -> StepFn:
-    """Return a function that runs a step of cutaway's trainer, without a document mask, as in the other libraries."""
+def build_cutaway_step(
+    preset: str, batch_size: int, seq_len: int, *, float8_recipe: str | None = None, device: str = "cuda"
+) -> StepFn:
+    """Return a function that runs a step of cutaway's trainer, without a document mask, as in the other libraries.
+
+    With `float8_recipe`, the precision is float8, which is emulated on a device without fp8 products.
+    """
+    precision: dict[str, Any] = {"precision": "bf16"}
+    if float8_recipe is not None:
+        float8 = {"recipe_name": float8_recipe, "emulate": not has_fp8_products(torch.device(device))}
+        precision = {"precision": "float8", "float8": float8}
     config = ct.config(without_dropout(ct.config(preset).model_dump(mode="json", exclude_none=True)))
     recipe = load_recipe(
         {
             "data": {"seq_len": seq_len},
-            "training": {"batch_size": batch_size, "precision": "bf16"},
+            "training": {"batch_size": batch_size, **precision},
             "optimizer": {"lr": 3e-4, "weight_decay": 0.01},
         }
     )
-    model = ct.build(config, device="cuda", seed=0).train()
+    model = build_training_model(config, recipe.training, torch.device(device)).train()
     optimizer = build_optimizer(recipe.optimizer, model)
     tokens = [torch.randint(config.vocab_size, (batch_size, seq_len + 1)) for _ in range(4)]
     dataset: Any = SimpleNamespace(get_batch=lambda first, count: PackedBatch(tokens[first // batch_size % 4], None))  # type: ignore[arg-type]
     data: Any = SimpleNamespace(train=dataset)
     runner = TrainStepRunner(
         recipe,
-        TrainingModule(model, precision="bf16"),
+        TrainingModule(model, precision=recipe.training.precision),
         optimizer,
         data,
-        lambda batch, first: causal_lm(batch.tokens).to("cuda"),
-        BadStepPolicy(1, device="cuda"),
+        lambda batch, first: causal_lm(batch.tokens).to(torch.device(device)),
+        BadStepPolicy(1, device=torch.device(device)),
     )
     steps = itertools.count()
     return lambda: runner.run(next(steps))
@@ -232,6 +244,15 @@ def main() -> None:
         "transformers": lambda: build_transformers_llama_step(8, 2048),
     }
     rows += compare_throughput("llama-3.2-1b", builders, 8, 2048, args)
+    if has_fp8_products(torch.device("cuda")):
+        gc.collect()
+        torch.cuda.empty_cache()
+        recipes = ("tensorwise", "rowwise")
+        builders = {"cutaway": lambda: build_cutaway_step("llama-3.2-1b", 8, 2048)} | {
+            f"cutaway float8 {name}": functools.partial(build_cutaway_step, "llama-3.2-1b", 8, 2048, float8_recipe=name)
+            for name in recipes
+        }
+        rows += compare_throughput("llama-3.2-1b float8", builders, 8, 2048, args)
     save_rows(args.json, rows, device="cuda")
 
 

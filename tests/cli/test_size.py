@@ -163,7 +163,7 @@ def test_inference_only_dtype(run: CliRunner) -> None:
     text = one_line(run("llama-3-8b", "--dtype", "int4"))
     assert "inference memory" in text
     assert "training memory" not in text
-    assert "training needs fp32, bf16, fp16 or mixed" in text
+    assert "training needs fp32, bf16, fp16, mixed or float8" in text
     assert list(json.loads(run("llama-3-8b", "--dtype", "int4", "--json"))["memory"]) == ["infer"]
 
 
@@ -287,7 +287,7 @@ def test_plot_format_follows_the_suffix(run: CliRunner, tmp_path: Path) -> None:
         (["missing/config.json"], "does not exist"),
         (["gpt2", "--gpu", "h1000"], "did you mean h100"),
         (["gpt2", "--dtype", "bf17"], "fp32, bf16, fp16, mixed"),
-        (["gpt2", "--dtype", "int4", "--mode", "train"], "train in fp32, bf16, fp16 or mixed"),
+        (["gpt2", "--dtype", "int4", "--mode", "train"], "train in fp32, bf16, fp16, mixed or float8"),
         (["gpt2", "--mode", "both"], "infer, train"),
         (["gpt2", "--optimizer", "adam"], "adamw"),
         (["gpt2", "--kv-cache-dtype", "int3"], "int4"),

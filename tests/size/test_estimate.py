@@ -21,6 +21,7 @@ from cutaway.model import build
 from cutaway.size import count_parameters
 from cutaway.size.adapters import build_frozen_base, read_adapter
 from cutaway.size.flops import count_flops
+from cutaway.size.hardware import get_hardware
 from cutaway.size.kv_cache import kv_cache_size
 from cutaway.size.optimizer_state import optimizer_state_bytes
 from cutaway.size.precision import get_precision
@@ -615,3 +616,34 @@ def test_numpy_integers_are_accepted() -> None:
 def test_options_of_the_wrong_type_are_errors(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"pass|use"):
         ct.size("gpt2", **options)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_float8_counts_the_linear_layers_of_blocks(checkpointing: str) -> None:
+    """FLOPs in fp8 are those of projections and FFNs; the time is that of both parts at their peak rates."""
+    options: dict[str, Any] = {"mode": "train", "hardware": "h100", "activation_checkpointing": checkpointing}
+    mixed, float8 = (ct.size("llama-3.2-1b", dtype=dtype, context=2048, **options) for dtype in ("mixed", "float8"))
+    assert mixed.flops.visible == float8.flops.visible
+    assert mixed.flops.float8 == 0
+    assert float8.flops.float8 == float8.flops.visible["projections"] + float8.flops.visible["ffn"]
+    assert mixed.train_time is not None
+    assert float8.train_time is not None
+    others = float8.flops.total_visible - float8.flops.float8
+    seconds = others / get_hardware("h100").flops["bf16"] + float8.flops.float8 / get_hardware("h100").flops["fp8"]
+    assert float8.train_time.compute_seconds == pytest.approx(seconds)
+    assert mixed.train_time.compute_seconds / 2 < seconds < mixed.train_time.compute_seconds
+    assert float8.memory.bytes_by_component["weights"] == mixed.memory.bytes_by_component["weights"]
+    if checkpointing == "none":  # otherwise the peak is at the gradient of the embedding
+        assert float8.memory.total_bytes < mixed.memory.total_bytes  # no copies of the weights in bf16
+
+
+def test_float8_leaves_out_experts_and_routers() -> None:
+    flops = ct.size("mixtral-8x7b", mode="train", dtype="float8", context=128).flops
+    assert flops.float8 == flops.visible["projections"]
+
+
+def test_float8_needs_fp8_matmuls() -> None:
+    estimate = ct.size("gpt2", mode="train", dtype="float8", hardware="a100")
+    assert estimate.memory.total_bytes > 0
+    with pytest.raises(InputError, match="has no peak rate; use dtype mixed"):
+        _ = estimate.train_time

@@ -21,6 +21,7 @@ SAVED_OPS = {
     aten.addmm.default,
     aten.bmm.default,
     aten._grouped_mm.default,
+    aten._scaled_mm.default,  # fp8 products
     torch.ops.cutaway.grouped_mm.default,
     aten.topk.default,  # cheap to recompute, but the result could select other experts
     aten._scaled_dot_product_flash_attention.default,
@@ -49,6 +50,5 @@ def run_block(mode: ActivationCheckpointing, block: nn.Module, x: Tensor, contex
 
 def _needs_grad(block: nn.Module, x: Tensor, context: Any) -> bool:
     """Whether a backward pass goes through the block. It does not below the first adapter on a frozen model."""
-    memory: Tensor | None = getattr(context, "memory", None)
-    has_grad = x.requires_grad or (memory is not None and memory.requires_grad)
-    return has_grad or any(parameter.requires_grad for parameter in block.parameters())
+    tensors = (x, getattr(context, "memory", None), *block.parameters())
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

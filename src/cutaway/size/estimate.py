@@ -116,6 +116,7 @@ class SizeEstimate:
             resid_in_compute_dtype=options.loss == "chunked" and precision.autocast,
             base=options.frozen_base if options.mode == "train" else None,
             compiled=options.compiled and options.mode == "train",
+            float8=precision.float8 and options.mode == "train",
             **asdict(dims),
         )
         if not config.uses_fsdp:
@@ -341,12 +342,14 @@ class SizeEstimate:
             return None
         memory, mode = self.training_memory.bytes_by_component, self.options.activation_checkpointing
         num_tokens = self.batch_size_per_device * self.options.context
-        flops = count_flops(self.train_pass.counter, num_tokens, activation_checkpointing=mode).total_visible
+        counts = count_flops(self.train_pass.counter, num_tokens, activation_checkpointing=mode)
+        flops = counts.total_visible
         frozen = memory.get("frozen weights", 0)
         weights = memory["adapters"] if frozen else memory["weights"]
         nbytes = 2 * frozen + 3 * weights + 2 * memory["gradients"] + 2 * memory["optimizer"]
         num_ops = self.train_pass.num_ops
-        return self._roofline_bound(Workload("train", flops, nbytes, num_tokens * self.dp_size, num_ops, nbytes))
+        num_tokens *= self.dp_size
+        return self._roofline_bound(Workload("train", flops, nbytes, num_tokens, num_ops, nbytes, counts.float8))
 
     @property
     def time(self) -> RooflineBound | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cutaway.size.shape_pass import CostCounter
+from cutaway.size.shape_pass.cost_counter import FLOAT8_SUFFIX
 
 _FLOP_COMPONENTS = ("projections", "scores", "values", "ffn", "combine", "head", "embedding", "adapters")
 """`combine` is the weighted sum of the MoE experts, `embedding` is the projection of a factorized embedding."""
@@ -16,6 +17,8 @@ class FlopCounts:
     visible: dict[str, int]
     num_tokens: int
     """Number of tokens that the counts are for."""
+    float8: int = 0
+    """FLOPs in fp8 among those of visible pairs (float8 training)."""
 
     @property
     def total(self) -> int:
@@ -51,14 +54,18 @@ class FlopCounts:
 def count_flops(counter: CostCounter, num_tokens: int, *, activation_checkpointing: str = "none") -> FlopCounts:
     """FLOPs of a pass by component: of the forward pass and, if recorded, of the backward pass and recomputation."""
     full, visible = dict.fromkeys(_FLOP_COMPONENTS, 0), dict.fromkeys(_FLOP_COMPONENTS, 0)
-    for (phase, component), flops in counter.full_flops.items():
-        if phase != "recompute":
-            full[component] += flops
-            visible[component] += counter.visible_flops[phase, component]
-    for component, full_again, visible_again in counter.recomputed_matmuls[activation_checkpointing]:
-        full[component] += full_again
-        visible[component] += visible_again
-    return FlopCounts(_drop_zeros(full), _drop_zeros(visible), num_tokens)
+    matmuls = [
+        (component, flops, counter.visible_flops[phase, component])
+        for (phase, component), flops in counter.full_flops.items()
+        if phase != "recompute"
+    ]
+    float8 = 0
+    for component, full_flops, visible_flops in matmuls + counter.recomputed_matmuls[activation_checkpointing]:
+        name = component.removesuffix(FLOAT8_SUFFIX)
+        full[name] += full_flops
+        visible[name] += visible_flops
+        float8 += visible_flops if name != component else 0
+    return FlopCounts(_drop_zeros(full), _drop_zeros(visible), num_tokens, float8)
 
 
 def _drop_zeros(sums: dict[str, int]) -> dict[str, int]:

@@ -62,7 +62,7 @@ def training_memory(options: SizeOptions, config: Config, train_pass: PassCost, 
     """
     precision, parallel_dims = options.precision, options.parallel_dims
     if not precision.can_train:
-        raise InputError(f"dtype {precision.name} is for inference only; train in fp32, bf16, fp16 or mixed")
+        raise InputError(f"dtype {precision.name} is for inference only; train in fp32, bf16, fp16, mixed or float8")
     base = options.frozen_base
     if base is None:
         tensors = [tensor.shard(parallel_dims.dp_shard) for tensor in list_tensors(config)]

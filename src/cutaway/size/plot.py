@@ -35,6 +35,7 @@ _COMPONENT_GROUPS = {
     "frozen weights": "weights",
     "adapters": "weights",
     "dequantized weights": "autocast weight copies",
+    "float8 casts": "other",
     "temporary gradients": "gradients",
     "reduce-scatter buffers": "gradients",
     "all-gathered weights": "autocast weight copies",

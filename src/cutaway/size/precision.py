@@ -41,6 +41,8 @@ class Precision:
     """How a file stores the quantized weights, if the precision was read from it, as in "in q4_k, q6_k"."""
     compute_dtype: str = ""
     """The dtype whose peak rate applies to matmuls, if it is not `name`."""
+    float8: bool = False
+    """Whether the linear layers of blocks compute in fp8 in training. The other matmuls are in `compute_dtype`."""
 
     @property
     def is_quantized(self) -> bool:
@@ -93,6 +95,8 @@ def _format_of_width(block_format: BlockFormat, width: int) -> BlockFormat | Non
 
 _INT4_GROUP_SIZE = 128
 """Number of weights per scale in int4."""
+FLOAT8_ALIGNMENT = 16
+"""In float8 training, layers whose input and output sizes are multiples of this number have fp8 products."""
 _LAYERS_IN = "layer matrices in {}, the rest in bf16"
 
 PRECISIONS = {
@@ -102,6 +106,16 @@ PRECISIONS = {
         Precision("bf16", 16, 2, 2),
         Precision("fp16", 16, 2, 2),
         Precision("mixed", 32, 4, 2, autocast=True, note="weights in fp32, matmuls in bf16 (autocast)"),
+        Precision(
+            "float8",
+            32,
+            4,
+            2,
+            autocast=True,
+            note="weights in fp32, linear layers of blocks in fp8 in training, other matmuls in bf16 (autocast)",
+            compute_dtype="mixed",
+            float8=True,
+        ),
         Precision("fp8", 8, 2, 2, "per_tensor", note=_LAYERS_IN.format("fp8 with one fp32 scale each")),
         Precision("int8", 8, 2, 2, "per_channel", note=_LAYERS_IN.format("int8 with one 16-bit scale per row")),
         Precision("int4", 4, 2, 2, "per_group", note=_LAYERS_IN.format("int4 with one 16-bit scale per 128 weights")),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cutaway.config.transformer import Config
+from cutaway.errors import InputError
 from cutaway.size.engine_kernels import ENGINE_EFFICIENCY, ENGINE_KERNELS_PER_LAYER, ENGINE_LAUNCH_SECONDS
 from cutaway.size.hardware import Hardware
 from cutaway.size.precision import Precision
@@ -46,6 +47,8 @@ class Workload:
     num_kernel_launches: int
     expected_bytes: int
     """Number of bytes read and written, with the expected number of distinct experts under uniform routing."""
+    float8_flops: int = 0
+    """FLOPs in fp8 among `flops` (float8 training)."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class RooflineBound:
 def roofline_bound(
     workload: Workload, hardware: Hardware, precision: Precision, efficiency: EfficiencyRange
 ) -> RooflineBound:
-    peak_flops = hardware.peak_flops(precision.rate_dtype)
+    peak_flops = _peak_flops(workload, hardware, precision)
     compute, bandwidth = workload.flops / peak_flops, workload.min_bytes / hardware.bandwidth
     expected = max(compute, workload.expected_bytes / hardware.bandwidth)
     slow = expected / efficiency.low
@@ -100,6 +103,20 @@ def roofline_bound(
         eager_seconds_high=slow + workload.num_kernel_launches * _EAGER_LAUNCH_SECONDS,
         efficiency=efficiency,
     )
+
+
+def _peak_flops(workload: Workload, hardware: Hardware, precision: Precision) -> float:
+    """Peak FLOPS of a workload. With fp8 products, it is the harmonic mean of two rates, weighted by their FLOPs."""
+    peak_flops = hardware.peak_flops(precision.rate_dtype)
+    if not workload.float8_flops:
+        return peak_flops
+    if "fp8" not in hardware.flops:
+        raise InputError(
+            f"dtype {precision.name} needs fp8 matmuls, for which {hardware.title} has no peak rate; use dtype mixed,"
+            " or a device with fp8 matmuls"
+        )
+    other_flops = workload.flops - workload.float8_flops
+    return workload.flops / (other_flops / peak_flops + workload.float8_flops / hardware.flops["fp8"])
 
 
 def engine_seconds(

@@ -154,6 +154,29 @@ def test_step_equals_single_process(model: str, kind: str, run: RunJob, build_re
         torch.testing.assert_close(many[name], one[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
+def test_float8_step_is_close_to_a_single_process(kind: str, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
+    """The scales of activations are those of a rank's sequences, so the rounding to fp8 differs, but not its size."""
+    world_size, sections = PARALLELISM[kind]
+    precisions: dict[str, Any] = {
+        "bf16": {"precision": "bf16"},
+        "float8": {"precision": "float8", "float8": {"emulate": True}},
+    }
+    gradients = {}
+    for count, precision in ((1, "bf16"), (1, "float8"), (world_size, "float8")):
+        name = f"{precision} {count}"
+        recipe = build_recipe("tiny-llama", **sections)
+        recipe["training"] |= precisions[precision]
+        job = {"recipe": recipe, "run": str(tmp_path / name), "gradients": str(tmp_path / f"{name}.safetensors")}
+        assert run(count, **job) == [0] * count, output(tmp_path / name, count)
+        gradients[name] = load_file(tmp_path / f"{name}.safetensors")
+    reference, one, many = gradients.values()
+    assert float(many["row"][0]) == pytest.approx(float(reference["row"][0]), rel=1e-3)
+    for name in one:
+        error = (one[name] - reference[name]).norm()
+        assert 0 < (many[name] - reference[name]).norm() < 2 * error, name
+
+
 def final_state(run: Path) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of the last checkpoint."""
     newest = sorted((run / "checkpoints").iterdir())[-1]

@@ -150,6 +150,9 @@ def test_mfu_is_left_out_if_the_peak_is_unknown(tmp_path: Path) -> None:
     sequence_flops = ct.size(config, mode="train", context=32).flops.total_visible
     assert measured.step_flops == 6 * sequence_flops
     assert measured.measure(0.5)["mfu"] == pytest.approx(6 * sequence_flops / 0.5 / 2e12)
+    assert throughput.peak_flops_per_second(cpu, "float8") is None
+    save_measured_flops(bf16=1e12)
+    assert throughput.peak_flops_per_second(cpu, "float8") == 1e12  # that of bf16
     seq2seq = load_recipe(tiny_recipe_in(tmp_path, model="tiny-t5", objective={"kind": "seq2seq"}))
     assert throughput.Throughput.from_recipe(seq2seq, ct.config("tiny-t5"), cpu).step_flops is None
     masked_lm = load_recipe(

@@ -51,6 +51,7 @@ def assert_matches_prediction(report: DryRunReport, *, rel: float) -> None:
         (4, "all", 1, "fp32", "none", (1, 4, 1)),
         (2, 1, 2, "fp32", "none", (1, 1, 2)),
         (8, 2, 2, "bf16", "selective", (2, 2, 2)),
+        (2, "all", 1, "float8", "none", (1, 2, 1)),
         pytest.param(4, 2, 2, "fp32", "none", (1, 2, 2), marks=pytest.mark.nightly),
         pytest.param(4, 1, 2, "bf16", "none", (2, 1, 2), marks=pytest.mark.nightly),
         pytest.param(1, 1, 1, "fp32", "none", (1, 1, 1), marks=pytest.mark.nightly),
@@ -79,8 +80,9 @@ def test_other_models_match_size(model: str, tp: int) -> None:
 
 
 @pytest.mark.nightly
-def test_full_activation_checkpointing_matches_size() -> None:
-    recipe = build_recipe("tiny-llama", dp_shard="all", tp=2, activation_checkpointing="full", precision="bf16")
+@pytest.mark.parametrize(("precision", "tp"), [("bf16", 2), ("float8", 1)])
+def test_full_activation_checkpointing_matches_size(precision: str, tp: int) -> None:
+    recipe = build_recipe("tiny-llama", dp_shard="all", tp=tp, activation_checkpointing="full", precision=precision)
     assert_matches_prediction(dry_run(recipe, 4), rel=0.05)
 
 

@@ -54,8 +54,9 @@ def size(
     dtype: Annotated[
         OptionText,
         option(
-            "Data type: fp32, bf16, fp16, mixed; for inference also fp8, int8, int4, and block formats: q8_0, q4_k,"
-            " q6_k, mxfp4, int4_g128, nf4, fp8_g128, ... Default for inference: that of quantized weights, or bf16.",
+            "Data type: fp32, bf16, fp16, mixed, float8; for inference also fp8, int8, int4, and block formats: q8_0,"
+            " q4_k, q6_k, mxfp4, int4_g128, nf4, fp8_g128, ... Default for inference: that of quantized weights, or"
+            " bf16.",
             metavar="NAME",
         ),
     ] = None,

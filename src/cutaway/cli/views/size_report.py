@@ -304,8 +304,8 @@ def _format_assumptions(report: Data) -> Text:
     text += " Visible pairs: query-key pairs that are not masked."
     if "train" in modes:
         text += " *: activations."
-    elif options["dtype"] not in ("fp32", "bf16", "fp16", "mixed"):
-        text += f" {options['dtype']} is for inference only; training needs fp32, bf16, fp16 or mixed."
+    elif options["dtype"] not in ("fp32", "bf16", "fp16", "mixed", "float8"):
+        text += f" {options['dtype']} is for inference only; training needs fp32, bf16, fp16, mixed or float8."
     if options["stored_as"]:
         text += f" The file has weights quantized {options['stored_as']}; --dtype bf16 for dequantized weights."
     return Text(text, "dim")

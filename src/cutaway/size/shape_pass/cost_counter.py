@@ -6,6 +6,8 @@ from typing import Literal
 
 MatmulFlops = tuple[str, int, int]
 """(component, FLOPs over all pairs, FLOPs over visible pairs); the two differ only for attention."""
+FLOAT8_SUFFIX = " in fp8"
+"""End of the component of a matmul in fp8."""
 
 Phase = Literal["forward", "backward", "recompute"]
 

@@ -54,6 +54,8 @@ class ExecutionConfig:
     compiled: bool = False
     """Whether blocks are compiled (torch.compile): norms, activations and RoPE are one operation each, without
     intermediate values in fp32."""
+    float8: bool = False
+    """Whether the linear layers of blocks compute in fp8 in training passes."""
     base: FrozenBase | None = None
     """The frozen weights and their adapters; None if all weights are trained."""
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from math import prod
 
+from cutaway.size.precision import FLOAT8_ALIGNMENT
 from cutaway.size.shape_pass.adapters import LayerAdapter, dequantization_bytes
-from cutaway.size.shape_pass.cost_counter import BlockMatmuls, CostCounter, MatmulFlops, MemoryTracker
+from cutaway.size.shape_pass.cost_counter import FLOAT8_SUFFIX, BlockMatmuls, CostCounter, MatmulFlops, MemoryTracker
 from cutaway.size.shape_pass.execution_config import ExecutionConfig
 from cutaway.size.shape_pass.fsdp import FSDPState, ParamGroup
 from cutaway.size.shape_pass.tensor import (
@@ -21,6 +22,8 @@ from cutaway.size.shape_pass.tensor import (
     saved_by_product,
 )
 
+FLOAT8_CASTS = "float8 casts"
+"""Memory component of the operands of fp8 products and of what rounds them."""
 AUTOCAST_COPIES = "autocast weight copies"
 """Memory component of the copies of weights that autocast makes."""
 ADAPTER_WEIGHTS = ("lora_a", "lora_b", "magnitude")
@@ -207,6 +210,7 @@ class Tape:
         d_in, base = x.shape[-1], self.execution.base
         weight = Weight(key, (d_out, d_in), in_matmul=True)
         weights = [weight, Weight((*key, "bias"), (d_out,), in_matmul=True)] if bias else [weight]
+        is_float8 = self._is_float8(weight)
         dtype = self.execution.compute_itemsize if self.execution.autocast else x.itemsize
         dtype = max(4, dtype) if in_fp32 else dtype
         adapter = None if base is None else base.adapter_of(key)
@@ -222,11 +226,14 @@ class Tape:
             dequantized = Storage(self.memory_tracker, workspace, "dequantized weights")
         elif in_fp32 and self.execution.weight_itemsize < dtype:
             saved.append(Storage(self.memory_tracker, weight.numel * dtype, self.component))
+        elif is_float8:
+            workspace = self._cast_to_float8(x.numel, weight.numel, x.numel // d_in * d_out)
         elif self.execution.autocast and not in_fp32 and self.execution.weight_itemsize != dtype:
             weight_copies = [self.autocast_copy(w) for w in weights]
             saved.append(weight_copies[0])
         flops = 2 * x.numel * d_out
         num_grads = (x.node is not None) + self.is_trained(weight)
+        component += FLOAT8_SUFFIX if is_float8 else ""
         y = self.record_op(
             [x],
             shape=(*x.shape[:-1], d_out),
@@ -238,6 +245,20 @@ class Tape:
         )
         del dequantized, x
         return y if adapter is None else self._apply_adapter(layer_input, y, weight, adapter, bias=bias)
+
+    def _is_float8(self, weight: Weight) -> bool:
+        """Whether a linear layer computes in fp8: in a block, except routers and sizes that are no multiples of 16."""
+        is_in_block = self.block_matmuls is not None or self.checkpoint_frame is not None
+        is_aligned = all(size % FLOAT8_ALIGNMENT == 0 for size in weight.shape)
+        return self.execution.float8 and is_in_block and is_aligned and weight.key[-1] != "router"
+
+    def _cast_to_float8(self, num_inputs: int, num_weights: int, num_outputs: int) -> int:
+        """Allocate what rounds the operands of a product to fp8. Return the bytes that the backward pass allocates.
+
+        Eager casts have two values in fp32 per element beside the result."""
+        cast = 1 if self.execution.compiled else 1 + 2 * 4
+        self.allocate_briefly(max(cast * num_inputs, num_inputs + cast * num_weights), FLOAT8_CASTS)
+        return num_outputs + max(cast * num_outputs, cast * num_weights, cast * num_inputs)
 
     def _apply_adapter(
         self, x: ShapeTensor, y: ShapeTensor, weight: Weight, adapter: LayerAdapter, *, bias: bool
@@ -405,7 +426,8 @@ class Tape:
         node.grad = None
         if node.all_reduce_bytes:
             self.counter.add_collective("all-reduce", node.all_reduce_bytes)
-        workspace = Storage(self.memory_tracker, node.backward_workspace, "dequantized weights")
+        component = FLOAT8_CASTS if self.execution.float8 else "dequantized weights"
+        workspace = Storage(self.memory_tracker, node.backward_workspace, component)
         for weight in node.weights:
             self._accumulate_weight_grad(weight)
         for input_node, nbytes in node.inputs:

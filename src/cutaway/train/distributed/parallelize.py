@@ -14,6 +14,7 @@ from cutaway.model import Transformer, build
 from cutaway.model.init_weights import init_weights_with_seed
 from cutaway.train.distributed.dtensor import copy_from_full, full_tensor
 from cutaway.train.distributed.process_group import DistributedContext
+from cutaway.train.optim.mixed_precision import compute_dtype
 
 if TYPE_CHECKING:  # trainer imports this package
     from cutaway.train.trainer.training_module import TrainingModule
@@ -52,7 +53,8 @@ def _apply_fsdp(training_module: "TrainingModule", mesh: DeviceMesh) -> None:
     frozen = {parameter for parameter in training_module.parameters() if not parameter.requires_grad}
     # Weights are gathered in bf16. With autocast alone, they would be gathered in fp32 and copied to bf16.
     bf16_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = bf16_policy if training_module.precision == "bf16" else MixedPrecisionPolicy()
+    is_bf16 = compute_dtype(training_module.precision) == torch.bfloat16
+    policy = bf16_policy if is_bf16 else MixedPrecisionPolicy()
     blocks = [block for stack in training_module.model.stacks.values() for block in stack.blocks]
     for block in blocks:
         if sum(block is other for other in blocks) == 1:  # a block shared by several layers stays gathered

@@ -59,9 +59,10 @@ def flops_per_step(recipe: Recipe, config: Config) -> float | None:
 def peak_flops_per_second(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s: published value of a GPU in the hardware table, otherwise the value measured by `cutaway bench`.
 
-    None if there is neither.
+    None if there is neither. For float8 it is that of bf16, in which a part of the products is computed, so that the
+    MFU can be compared with that of bf16 runs.
     """
-    dtype = precision
+    dtype = "bf16" if precision == "float8" else precision
     if device.type == "cuda" and precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tf32"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None

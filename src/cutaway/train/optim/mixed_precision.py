@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from cutaway.device import has_native_bf16
+from cutaway.train.recipe.schema import Precision
 
 INIT_SCALE = 2.0**16
 GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0, 0.5, 2000
 """The scale doubles after GROWTH_INTERVAL finite steps and halves after a non-finite step, as in torch.amp."""
+
+
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """Dtype to which matrix products are autocast. With float8, it is that of the products that are not in fp8."""
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
 
 
 class GradScaler:

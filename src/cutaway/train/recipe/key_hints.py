@@ -48,6 +48,7 @@ KEYS_OF_OTHER_LIBRARIES = {
     "gradient_checkpointing": "training.activation_checkpointing",
     "bf16": "training.precision",
     "fp16": "training.precision",
+    "fp8": "training.precision",
     "dtype": "training.precision",
     "mixed_precision": "training.precision",
     "torch_compile": "training.compile",

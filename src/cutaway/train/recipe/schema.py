@@ -247,8 +247,17 @@ class ScheduleConfig(ConfigNode):
     """For 'warmup-stable-decay': the fraction of all steps, at the end of the run, during which the factor decays."""
 
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "float8"]
 Quantization = Literal["none", "nf4", "int8"]
+
+
+class Float8Config(ConfigNode):
+    """float8 training with torchao, for `training.precision = "float8"`."""
+
+    recipe_name: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """torchao's name for the scales of the fp8 values: one per tensor, or one per row of each operand of a product."""
+    emulate: bool = False
+    """Compute the products in fp32, from values rounded to fp8. This needs no fp8 hardware and is slower than bf16."""
 
 
 class TrainingConfig(ConfigNode):
@@ -267,7 +276,10 @@ class TrainingConfig(ConfigNode):
     """Maximum gradient norm. A gradient with a larger norm is scaled down to it."""
     precision: Precision = "fp32"
     """Dtype of matrix products (autocast). Weights stay fp32. fp16 uses loss scaling and skips steps that overflow.
-    'auto': bf16 on a GPU that computes in bf16, otherwise fp32."""
+    'float8': bf16, with fp8 products in the linear layers of blocks, which needs torchao and a GPU with fp8. 'auto':
+    bf16 on a GPU that computes in bf16, otherwise fp32."""
+    float8: Float8Config | None = None
+    """Options of float8 training. None: their defaults."""
     ema_decay: Probability | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights.
     None: no average."""
@@ -292,6 +304,14 @@ class TrainingConfig(ConfigNode):
             raise ValueError(
                 f"activation_checkpointing_layers is {self.activation_checkpointing_layers}, but"
                 " activation_checkpointing is 'none'; set it to 'full', or remove activation_checkpointing_layers"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_float8(self) -> "TrainingConfig":
+        if self.float8 is not None and self.precision != "float8":
+            raise ValueError(
+                f"float8 is set, but precision is '{self.precision}'; set precision to 'float8', or remove float8"
             )
         return self
 
@@ -439,6 +459,30 @@ class Recipe(ConfigNode):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _check_float8(self) -> "Recipe":
+        if self.training.precision != "float8":
+            return self
+        use_bf16 = "use training.precision = 'bf16'"
+        if isinstance(self.model, PretrainedModelConfig) and self.model.adapter is not None:
+            raise ValueError(
+                "training.precision = 'float8' cannot be used with model.adapter, because a layer with an adapter"
+                f" computes its products with the frozen weight in the dtype of that weight; {use_bf16}, or remove"
+                " model.adapter"
+            )
+        if isinstance(self.objective, DPOConfig | KTOConfig | GRPOConfig):
+            raise ValueError(
+                f"training.precision = 'float8' cannot be used with objective {self.objective.kind}, which compares"
+                " log-probabilities of the model in training with those of a model in bf16: they would differ by the"
+                f" rounding to fp8 alone; {use_bf16}"
+            )
+        if self.parallel.tp > 1:
+            raise ValueError(
+                f"training.precision = 'float8' cannot be used with parallel.tp = {self.parallel.tp}, whose ranks"
+                f" multiply parts of the weights; {use_bf16}, or set parallel.tp = 1 and use parallel.dp_shard"
+            )
+        return self
 
     @property
     def transformer_config(self) -> Config:

@@ -35,12 +35,13 @@ from cutaway.train.objectives.build import (
     uses_reference_model,
 )
 from cutaway.train.objectives.reference_model import ReferenceModel
+from cutaway.train.optim.float8 import check_float8
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.inputs import check_recipe_inputs
 from cutaway.train.recipe.load import RecipeSource, load_recipe
-from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
+from cutaway.train.recipe.schema import Float8Config, PretrainedModelConfig, Recipe
 from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import has_general_loss, read_general_text
 from cutaway.train.trainer.memory_check import check_memory, check_model_states_memory
@@ -136,6 +137,8 @@ def _build_trainer(
     device = dist_context.resolve_device(device)
     dist_context.init_mesh(recipe.parallel, device)
     recipe = resolve_precision(recipe, device)
+    if recipe.training.precision == "float8":
+        check_float8(recipe.training.float8 or Float8Config(), device)
     is_sharded = dist_context.mesh is not None
     log, free = callback.on_message, free_memory(device)
     has_adapter, has_records = check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)

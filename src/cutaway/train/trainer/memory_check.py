@@ -47,7 +47,7 @@ def size_step(
         batch_size=rows * sequences_per_row * dist_context.dp_size,
         context=recipe.data.seq_len,
         mode="train",
-        dtype="fp32" if training.precision == "fp32" else "mixed",
+        dtype=training.precision if training.precision in ("fp32", "float8") else "mixed",
         optimizer=_optimizer_name(recipe),
         activation_checkpointing=training.activation_checkpointing,
         activation_checkpointing_layers=training.activation_checkpointing_layers,

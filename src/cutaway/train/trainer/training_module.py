@@ -18,9 +18,11 @@ from cutaway.train.loss.chunked_cross_entropy import LossSums
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions
 from cutaway.train.loss.load_balancing import load_balancing_loss, record_routing
 from cutaway.train.objectives.objective import Objective
-from cutaway.train.optim.mixed_precision import disable_onednn_without_bf16
+from cutaway.train.optim.float8 import convert_to_float8
+from cutaway.train.optim.mixed_precision import compute_dtype, disable_onednn_without_bf16
 from cutaway.train.recipe.schema import (
     CausalLMConfig,
+    Float8Config,
     ObjectiveConfig,
     Precision,
     PretrainedModelConfig,
@@ -32,12 +34,17 @@ LOSS_CHUNK_SIZE = 1024
 
 
 def build_training_model(config: Config, training: TrainingConfig, device: torch.device) -> Transformer:
-    """Build a model with the seed and the activation checkpointing of the recipe. `device` may be the meta device."""
+    """Build a model with the seed, the activation checkpointing and the float8 layers of the recipe.
+
+    `device` may be the meta device.
+    """
     model = build(config, device=device, seed=training.seed)
     model.use_activation_checkpointing(training.activation_checkpointing, training.activation_checkpointing_layers)
     pooler = getattr(model, "pooler", None)
     if pooler is not None:
         pooler.requires_grad_(False)  # no objective uses the pooler, and DDP would wait for its gradient
+    if training.precision == "float8":
+        convert_to_float8(model, training.float8 or Float8Config())
     return model
 
 
@@ -114,10 +121,11 @@ class TrainingModule(nn.Module):
         if self.precision == "fp32":
             yield
             return
-        stacks = self.model.stacks.values() if self.precision == "bf16" else ()
+        dtype = compute_dtype(self.precision)
+        stacks = self.model.stacks.values() if dtype == torch.bfloat16 else ()
         hooks = [stack.embed.register_forward_hook(lambda module, args, x: x.to(torch.bfloat16)) for stack in stacks]
         try:
-            with torch.autocast(self.model.device.type, torch.bfloat16 if self.precision == "bf16" else torch.float16):
+            with torch.autocast(self.model.device.type, dtype):
                 yield
         finally:
             for hook in hooks:
