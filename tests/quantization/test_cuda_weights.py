@@ -52,7 +52,7 @@ def device(kernel: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if kernel != "emulated":
         return "cuda"
     monkeypatch.setattr(int8_linear, "load_kernel", emulator.load_kernel)
-    monkeypatch.setattr(int8_linear, "_num_sms", lambda _: 3)
+    monkeypatch.setattr(int8_linear, "_limits", lambda _: (3, 200_000))
     return "cpu"
 
 

@@ -20,7 +20,6 @@ _SOURCE = Path(cutaway.cuda_kernels.__file__).parent / "int8_linear.cu"
 _TILE, _CHUNK, RECORD_COLUMNS = 16, 64, 128
 _BLOCK_COLUMNS = 256
 """Number of columns of x with one scale."""
-_MAX_SHARED_BYTES = 220_000
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _GROUP_SIZES = (0, 16, 32, 64, 128)
 
@@ -173,7 +172,7 @@ def launch(
     biases = [None] * len(halves) if bias is None else torch.split(bias, halves)
     weights = weight.split_rows(halves)
     units = -(-halves[0] // (_TILE if gated else _TILE * tile["TILES"]))
-    programs = min(units, max(1, _num_sms(x.device) * tile["PROGRAMS"] // len(y)))
+    programs = min(units, max(1, _limits(x.device)[0] * tile["PROGRAMS"] // len(y)))
     source = _Input(rows=len(x), y_rows=y.shape[1], y_columns=y.stride(1))
     target = y.data_ptr() + first_row * y.stride(1) * y.itemsize
     macros = tile | {
@@ -216,7 +215,7 @@ def expert_linear(
     tile = tile or choose_expert_tile(first, rows, rows * top_k / num_experts, gated=gated)
     units = -(-n // (_TILE if gated else _TILE * tile["TILES"]))
     planes = top_k if rows == 1 else num_experts
-    programs = min(units, -(-_num_sms(x.device) * tile["PROGRAMS"] // min(planes, rows * top_k)))
+    programs = min(units, -(-_limits(x.device)[0] * tile["PROGRAMS"] // min(planes, rows * top_k)))
     source = _Input(
         rows=rows, y_rows=rows, y_columns=n, experts=experts.data_ptr(), num_pairs=rows * top_k, top_k=top_k,
         pair_weights=None if pair_weights is None else pair_weights.data_ptr(), limit=limit, alpha=alpha,
@@ -262,7 +261,7 @@ def _launch(
     fixed_bytes = macros["FLUSH"] * warps_and_tiles * _TILE * macros["ROWS"] * (digits // 2) * 4
     fixed_bytes += sum(sizes) if is_one else source.num_pairs * 4
     ring_bytes = warps_and_tiles * macros["STAGE"] * record_bytes
-    macros["RING"] = max(1, min(macros["RING"], (_MAX_SHARED_BYTES - fixed_bytes) // ring_bytes))
+    macros["RING"] = max(1, min(macros["RING"], (_limits(x.device)[1] - fixed_bytes) // ring_bytes))
     source.x, source.x_columns = x.data_ptr(), columns
     if norm is not None:
         source.norm_weight = norm.weight.data_ptr()
@@ -291,5 +290,7 @@ def _launch(
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _limits(device: torch.device) -> tuple[int, int]:
+    """Number of SMs of a GPU, and bytes of shared memory that a program can allocate."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin - 4096
