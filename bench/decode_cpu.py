@@ -112,6 +112,8 @@ def main() -> None:
     if find_spec("ctranslate2") is None:
         del builders["CTranslate2 fp32"]
     names = arguments.only or list(builders)
+    if unknown := [name for name in names if name not in builders]:
+        raise SystemExit(f"--only {unknown[0]!r} is not measured; use one of {', '.join(builders)}")
     runners = {"transformers fp32": build_transformers_runner(), **{name: builders[name]() for name in names}}
     for name, runner in runners.items():
         start = time.perf_counter()

@@ -154,7 +154,8 @@ def test_step_equals_single_process(model: str, kind: str, run: RunJob, build_re
         torch.testing.assert_close(many[name], one[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_float8_step_is_close_to_a_single_process(kind: str, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
     """The scales of activations are those of a rank's sequences, so the rounding to fp8 differs, but not its size."""
     world_size, sections = PARALLELISM[kind]

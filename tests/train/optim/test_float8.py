@@ -215,13 +215,9 @@ def test_activation_checkpointing_changes_nothing(mode: Any) -> None:
     assert all(torch.equal(stored[key], recomputed[key]) for key in stored)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("backend", "mode"),
-    [
-        ("aot_eager", "selective"),
-        pytest.param("inductor", "none", marks=pytest.mark.nightly),
-        pytest.param("inductor", "selective", marks=pytest.mark.nightly),
-    ],
+    ("backend", "mode"), [("aot_eager", "selective"), ("inductor", "none"), ("inductor", "selective")]
 )
 def test_compiled_equals_eager(backend: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled blocks round to bf16 in fewer places, which changes roundings to fp8, but not how large their error is.
