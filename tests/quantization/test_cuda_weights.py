@@ -216,7 +216,7 @@ def test_packed_experts_are_a_tensor_of_all_matrices(name: str, count: int, devi
         assert each.shape == plain.shape
         assert_near(each.dequantize(), plain, 1e-3)
     x, offsets = torch.randn(9, 128, device=device), torch.tensor([4, 4, 9], device=device)
-    assert_near(tensor.grouped_linear(x, offsets), grouped_linear(x, plain, offsets), 1e-3)
+    assert_near(grouped_linear(x, tensor, offsets), grouped_linear(x, plain, offsets), 1e-3)
 
 
 def assert_near(y: torch.Tensor, reference: torch.Tensor, within: float) -> None:

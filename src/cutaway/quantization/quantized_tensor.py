@@ -214,9 +214,12 @@ class CUDAQuantizedTensor(QuantizedTensor):
         return self.packed.dequantize(self.dtype).view(self.shape)
 
     def grouped_linear(self, x: Tensor, offsets: Tensor) -> Tensor:
-        from cutaway.model.moe import grouped_linear
-
-        return grouped_linear(x, self.dequantize().to(x.dtype), offsets)
+        """For many rows: the matrices are dequantized. Decode steps multiply them packed (gpu_moe.py)."""
+        weight = self.dequantize().to(x.dtype)
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            return F.grouped_mm(x, weight.mT, offs=offsets.int())
+        y: Tensor = torch.ops.cutaway.grouped_mm(x, weight, offsets)  # registered by cutaway.model.moe
+        return y
 
     def dequantize_rows(self, rows: Tensor) -> Tensor:
         flat = self.packed.dequantize(self.dtype, rows=rows.flatten().long())
