@@ -21,13 +21,36 @@ def build_model(name: str, layers: int) -> Transformer:
     return ct.build(ct.config(config), seed=0).train()
 
 
-def gradients(model: Transformer, *, compile_blocks: bool, single_process: bool = True) -> dict[str, torch.Tensor]:
+def gradients(
+    model: Transformer, *, compile_blocks: bool | None, single_process: bool = True
+) -> dict[str, torch.Tensor]:
     tokens = torch.randint(model.config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
     model.zero_grad()
     with compile_for_training(model, compile_blocks, single_process=single_process)():
         loss = TrainingModule(model)(causal_lm(tokens))
         (loss.loss / loss.weight).backward()
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama"])
+def test_eager_steps_on_a_cpu_fuse_qkv_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton kernels, also on a machine with a GPU, and without copies of frozen weights for adapters."""
+    monkeypatch.setattr("cutaway.train.kernels.compile.has_triton", lambda: True)
+    model = build_model(name, 2)
+    attention: Any = model.stacks["decoder"].blocks[0].attn.f
+    with compile_for_training(model, None)():
+        replaced = {
+            module: set(vars(module)) & {"forward", "project_gate_up", "project_qkv"} for module in model.modules()
+        }
+    assert {type(module) for module, names in replaced.items() if names} == {type(attention)}
+    expected, fused = (gradients(model, compile_blocks=each) for each in (False, None))
+    for key, value in expected.items():
+        torch.testing.assert_close(fused[key], value, rtol=1e-4, atol=1e-6)
+    model.requires_grad_(False)
+    model.add_adapter({"rank": 2}, seed=0)
+    pointers = {key: each.data_ptr() for key, each in model.named_parameters()}
+    with compile_for_training(model, None)():
+        assert {key: each.data_ptr() for key, each in model.named_parameters()} == pointers
 
 
 @pytest.mark.parametrize(

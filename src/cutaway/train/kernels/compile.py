@@ -44,12 +44,12 @@ def compile_for_training(
 ) -> Callable[[], AbstractContextManager[None]]:
     """Return a function that creates a context in which a step runs with compiled blocks and fused projections.
 
-    If `compile_blocks` is None, blocks are compiled on a GPU only. On a CPU, one process fuses projections in any case.
+    If `compile_blocks` is None, blocks are compiled on a GPU only. On a CPU, one process fuses QKV in any case.
     """
     is_compiled = model.device.type == "cuda" if compile_blocks is None else compile_blocks
     if not is_compiled and (compile_blocks is False or model.device.type != "cpu" or not single_process):
         return nullcontext
-    replaced_methods = _find_fusible_modules(model)
+    replaced_methods = _find_fusible_modules(model) if is_compiled else _find_plain_qkv(model)
     for stack in model.stacks.values() if is_compiled else ():
         if single_process:
             replaced_methods[stack] = {"run_blocks": _compile_stack(stack)}
@@ -116,8 +116,9 @@ def _run_blocks(
 
 def _find_fusible_modules(model: Transformer) -> dict[nn.Module, dict[str, Any]]:
     """Map each module whose projections can be fused to its replacement methods, by method name."""
-    replaced_methods: dict[nn.Module, dict[str, Any]] = {}
+    replaced_methods = _find_plain_qkv(model)
     changes_qk = _find_attention_that_changes_qk(model)
+    has_kernels = has_triton() and model.device.type == "cuda"
     for name, module in model.named_modules():
         # Projections that are tensor-parallel, or that have an adapter, are of another type and are not fused.
         if type(module) is MultiHead and can_fuse_lora(module.q, module.k, module.v):
@@ -130,10 +131,7 @@ def _find_fusible_modules(model: Transformer) -> dict[nn.Module, dict[str, Any]]
         elif can_fuse_lora(module) and name.rpartition(".")[2] in ("o", "down"):
             fused = FusedLoRALinear(module)  # checked above
             replaced_methods[module] = {"fused_lora": fused, "forward": MethodType(_fused_lora_forward, module)}
-        elif type(module) is MultiHead and _are_plain(module.q, module.k, module.v):
-            replaced_methods[module] = {"project_qkv": MethodType(_fused_qkv, module)}
-            replaced_methods[module]["copy_values"] = module in changes_qk
-        elif not has_triton():
+        elif not has_kernels:
             continue
         elif type(module) is GatedMLP and module.act is ACTIVATIONS["silu"] and _are_plain(module.gate, module.up):
             project_gate_up = MethodType(_fused_gate_up, module)
@@ -141,6 +139,16 @@ def _find_fusible_modules(model: Transformer) -> dict[nn.Module, dict[str, Any]]
         elif type(module) is MLP and module.act in GELU_ACTIVATIONS and _are_plain(module.up):
             replaced_methods[module] = {"forward": MethodType(_fused_gelu_mlp, module)}
     return replaced_methods
+
+
+def _find_plain_qkv(model: Transformer) -> dict[nn.Module, dict[str, Any]]:
+    """As `_find_fusible_modules`, for attention without adapters."""
+    changes_qk = _find_attention_that_changes_qk(model)
+    return {
+        module: {"project_qkv": MethodType(_fused_qkv, module), "copy_values": module in changes_qk}
+        for module in model.modules()
+        if type(module) is MultiHead and _are_plain(module.q, module.k, module.v)
+    }
 
 
 def _find_attention_that_changes_qk(model: Transformer) -> set[nn.Module]:
