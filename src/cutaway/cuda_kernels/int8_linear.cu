@@ -32,8 +32,7 @@
    multiplied by the weight of the pair, and y is (experts of a row, rows, N). With one row, a program multiplies for one pair,
    otherwise for one expert and all pairs that selected it, ROWS at a time. */
 
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "device.cuh"
 
 #define CHUNK 64
 #define RECORD_COLUMNS (2 * CHUNK)
@@ -76,26 +75,6 @@ struct Input {
 };
 
 #ifndef EMULATED
-#define INLINE __device__ __forceinline__
-#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
-#define SHARED_MEMORY extern __shared__ uint4 shared[]
-
-INLINE float half_to_float(u16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-INLINE u16 float_to_half(float x) {
-    u16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
-INLINE u16 float_to_bf16(float x) {
-    u16 y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
-
 #if CODE == 0 && !SIGNED
 #define A_TYPE "u8"
 #else
@@ -121,86 +100,7 @@ INLINE void mma_16(int *c, const u32 *a, u32 b) {
                  : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(b), "r"(0));
 }
-
-INLINE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
-#define BULK (__CUDA_ARCH__ >= 900) /* copies by the copy engine of sm_90 */
-
-INLINE void init_barrier(unsigned long long *barrier) {
-    if (BULK) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-}
-INLINE void fence_barriers() {
-#if BULK
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-}
-/* The barrier's phase ends after this number of bytes was copied. */
-INLINE void expect_bytes(unsigned long long *barrier, u32 bytes, int lane) {
-#if BULK
-    if (lane == 0)
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-#endif
-}
-/* Start to copy `bytes`, a multiple of 16, to shared memory. */
-INLINE void copy_async(char *target, const void *source, u32 bytes, int lane, unsigned long long *barrier) {
-#if BULK
-    if (lane == 0)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         shared_address(target)),
-                     "l"(source), "r"(bytes), "r"(shared_address(barrier))
-                     : "memory");
-#else
-    for (u32 i = lane * 16; i < bytes; i += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target + i)), "l"((const char *)source + i)
-                     : "memory");
-#endif
-}
-INLINE void commit_copies() {
-    if (!BULK) asm volatile("cp.async.commit_group;" ::: "memory");
-}
-INLINE void wait_for_copies(unsigned long long *barrier, u32 parity) {
-#if BULK
-    asm volatile("{ .reg .pred done; wait: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra wait; }" ::"r"(
-                     shared_address(barrier)),
-                 "r"(parity)
-                 : "memory");
-#else
-    asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");
-    __syncwarp();
-#endif
-}
-INLINE void start_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
-INLINE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#endif
-
-template <int TYPE> INLINE float load_number(const void *data, long long i) {
-    if (TYPE == 0) return __uint_as_float((u32)((const u16 *)data)[i] << 16);
-    if (TYPE == 1) return half_to_float(((const u16 *)data)[i]);
-    return ((const float *)data)[i];
-}
-INLINE void store_y(void *y, long long i, float value) {
-    if (Y_TYPE == 0) ((u16 *)y)[i] = float_to_bf16(value);
-    if (Y_TYPE == 1) ((u16 *)y)[i] = float_to_half(value);
-    if (Y_TYPE == 2) ((float *)y)[i] = value;
-}
-/* Eight consecutive numbers. */
-template <int TYPE> INLINE void load_vector(const void *data, long long i, float *v) {
-    const uint4 *vectors = (const uint4 *)((const char *)data + i * (TYPE == 2 ? 4 : 2));
-    const uint4 a = vectors[0];
-    const u32 words[4] = {a.x, a.y, a.z, a.w};
-    if (TYPE == 2) {
-        const uint4 b = vectors[1];
-        v[0] = __uint_as_float(a.x), v[1] = __uint_as_float(a.y), v[2] = __uint_as_float(a.z), v[3] = __uint_as_float(a.w);
-        v[4] = __uint_as_float(b.x), v[5] = __uint_as_float(b.y), v[6] = __uint_as_float(b.z), v[7] = __uint_as_float(b.w);
-        return;
-    }
-    for (int j = 0; j < 4; j++) {
-        v[2 * j] = TYPE == 0 ? __uint_as_float(words[j] << 16) : half_to_float((u16)words[j]);
-        v[2 * j + 1] = TYPE == 0 ? __uint_as_float(words[j] & 0xffff0000u) : half_to_float((u16)(words[j] >> 16));
-    }
-}
-INLINE u32 word_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 template <int COUNT> struct Words {
     u32 words[COUNT];
@@ -266,28 +166,6 @@ INLINE Codes load_codes(const char *record, int chunk, int lane) {
     for (int i = 0; i < CODE_VECTORS; i++) codes.vectors[i] = ((const uint4 *)record)[(chunk * CODE_VECTORS + i) * 32 + lane];
     if (BITS == 6) codes.high = ((const uint2 *)(record + HIGH_AT))[chunk * 32 + lane];
     return codes;
-}
-
-INLINE float apply_activation(float y) {
-    switch (ACT) {
-        case 1: return y / (1 + __expf(-y));
-        case 2: return y / (1 + __expf(-1.5957691216057308f * (y + 0.044715f * y * y * y)));
-        case 3: return 0.5f * y * (1 + erff(y * 0.7071067811865476f));
-        case 4: return y > 0 || y != y ? y : 0;
-        case 5: return y > 0 || y != y ? y * y : 0;
-    }
-    return y;
-}
-
-INLINE float block_sum(float value, float *sums) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int i = 16; i; i /= 2) value += __shfl_xor_sync(~0u, value, i);
-    __syncthreads();
-    if (lane == 0) sums[warp] = value;
-    __syncthreads();
-    value = 0;
-    for (int i = 0; i < WARPS; i++) value += sums[i];
-    return value;
 }
 
 /* Quantize 256 columns, eight per lane. `digits` has `stride` vectors per chunk; `scales` and `sums` are of the first pair of
@@ -384,7 +262,6 @@ KERNEL(32) quantize_rows(const Input in, uint4 *digits, float *scales, u32 *sums
 KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const void *residual) {
     SHARED_MEMORY;
     __shared__ unsigned long long barriers[WARPS * RING];
-    __shared__ float warp_sums[32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % 4;
     const int row_tiles = (w.n + 15) / 16, units = GATED ? row_tiles : (row_tiles + TILES - 1) / TILES;
     /* The blocks of this warp: those of the split are divided among the warps. */
@@ -461,7 +338,7 @@ KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const vo
                 load_vector<X_TYPE>(in.x, x_row * w.k + i, v);
                 for (int j = 0; j < 8; j++) sum += pass ? (v[j] - mean) * (v[j] - mean) : v[j];
             }
-            sum = block_sum(sum, warp_sums) / w.k;
+            sum = block_sum(sum) / w.k;
             if (pass) factor = rsqrtf(sum + in.eps);
             else mean = sum;
         }
@@ -472,7 +349,7 @@ KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const vo
                      x_sums + block * GROUPS_PER_BLOCK * PAIRS, PAIRS);
         }
         __syncwarp();
-        if (NORM == 1) norm_factor = rsqrtf(block_sum(sum, warp_sums) / w.k + in.eps);
+        if (NORM == 1) norm_factor = rsqrtf(block_sum(sum) / w.k + in.eps);
     }
 
     const int chunk_stride = STAGED ? DIGITS * 4 : EXPERTS ? in.x_columns * 4 : COLS * 32;

@@ -14,6 +14,7 @@ import torch
 
 from cutaway.user_files import user_cache_dir
 
+_HEADER = "device.cuh"
 _OPTIONS = ("--std=c++17", "-default-device", "--diag-suppress=128,186,177")
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 """CUlaunchAttributeID: the kernel may start before the previous one has finished, and waits for it itself."""
@@ -100,7 +101,8 @@ def _load_kernel(source: Path, name: str, macros: tuple[tuple[str, int], ...], d
 def _load_module(source: Path, macros: tuple[tuple[str, int], ...], device: int) -> ctypes.c_void_p:
     major, minor = torch.cuda.get_device_capability(device)
     options = (f"--gpu-architecture=sm_{major}{minor}", *_OPTIONS, *(f"-D{key}={value}" for key, value in macros))
-    text = source.read_bytes()
+    header = source.with_name(_HEADER)
+    text = source.read_bytes().replace(f'#include "{_HEADER}"'.encode(), header.read_bytes())
     fingerprint = hashlib.sha256(repr((text, options, _nvrtc_version())).encode()).hexdigest()[:16]
     path = user_cache_dir() / "kernels" / f"cuda-{fingerprint}.cubin"
     try:

@@ -19,11 +19,8 @@
    whether groups have an offset; X_TYPE, Y_TYPE, PARAM_TYPE (0: bf16, 1: fp16, 2: fp32); ROWS: maximum number of rows of
    x; TILES: tiles of W per program; WARPS; RING: stages of a warp in shared memory; NORM (0: none, 1: RMSNorm, 2: LayerNorm), for one row; ACT; GATED; PDL. */
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "device.cuh"
 
-#define INLINE __device__ __forceinline__
 #define PARTS (X_TYPE + 1) /* bf16 numbers per number of x */
 #define COLS ((ROWS * PARTS + 7) / 8)
 #define STAGED (ROWS == 1) /* x is in shared memory */
@@ -52,16 +49,6 @@ struct Input {
     int rows, y_rows, y_columns; /* y has y_rows · y_columns numbers per split, of which this launch computes a part */
 };
 
-INLINE float half_to_float(u16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-INLINE u16 float_to_half(float x) {
-    u16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
 /* Two bf16 numbers: `first` in the low half. */
 INLINE u32 pack_bf16(float first, float second) {
     u32 y;
@@ -74,17 +61,6 @@ INLINE u32 multiply_bf16(u32 x, u32 factors) {
     u32 y;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(factors), "r"(0x80008000u));
     return y;
-}
-
-template <int TYPE> INLINE float load_number(const void *data, long long i) {
-    if (TYPE == 0) return __uint_as_float((u32)((const u16 *)data)[i] << 16);
-    if (TYPE == 1) return half_to_float(((const u16 *)data)[i]);
-    return ((const float *)data)[i];
-}
-INLINE void store_y(void *y, long long i, float value) {
-    if (Y_TYPE == 0) ((u16 *)y)[i] = (u16)pack_bf16(value, 0);
-    if (Y_TYPE == 1) ((u16 *)y)[i] = float_to_half(value);
-    if (Y_TYPE == 2) ((float *)y)[i] = value;
 }
 
 /* Four consecutive numbers of x. */
@@ -147,8 +123,6 @@ struct Codes { /* of one lane: a chunk of a tile */
     Scales scales, offsets;
 };
 
-INLINE u32 word_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
 #if CODE == 2
 __device__ const float NF4_VALUES[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
@@ -203,27 +177,6 @@ INLINE void fill_tables(int thread, int num_threads) {
 #define OFFSET_BYTES (OFFSET ? SCALE_BYTES : 0)
 #define STAGE_BYTES (STAGE * (CODE_BYTES + HIGH_BYTES + SCALE_BYTES + OFFSET_BYTES))
 
-INLINE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
-#ifndef BULK /* copies by the copy engine of sm_90 */
-#define BULK (__CUDA_ARCH__ >= 900)
-#endif
-
-/* Start to copy `bytes`, a multiple of 16, to shared memory. */
-INLINE void copy_async(char *target, const void *source, u32 bytes, int lane, unsigned long long *barrier) {
-#if BULK
-    if (lane == 0)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         shared_address(target)),
-                     "l"(source), "r"(bytes), "r"(shared_address(barrier))
-                     : "memory");
-#else
-    for (u32 i = lane * 16; i < bytes; i += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target + i)), "l"((const char *)source + i)
-                     : "memory");
-#endif
-}
-
 /* Start to copy a stage of a tile, which begins with `chunk` and has up to STAGE chunks. */
 INLINE void copy_stage(const Weight &w, int tile, int chunk, int count, char *target, int lane, unsigned long long *barrier) {
     const long long at = (long long)tile * w.chunks + chunk;
@@ -245,46 +198,6 @@ INLINE void load_codes(const char *codes, const char *high, const char *scales, 
     const int group = (GROUP > CHUNK ? chunk * CHUNK / (GROUP ? GROUP : 1) : chunk) * 8 + lane / 4;
     if (GROUP) result.scales = ((const Scales *)scales)[group];
     if (OFFSET) result.offsets = ((const Scales *)offsets)[group];
-}
-
-INLINE float apply_activation(float y) {
-    switch (ACT) {
-        case 1: return y / (1 + __expf(-y));
-        case 2: return y / (1 + __expf(-1.5957691216057308f * (y + 0.044715f * y * y * y)));
-        case 3: return 0.5f * y * (1 + erff(y * 0.7071067811865476f));
-        case 4: return y > 0 || y != y ? y : 0;
-        case 5: return y > 0 || y != y ? y * y : 0;
-    }
-    return y;
-}
-
-INLINE float block_sum(float value) {
-    __shared__ float sums[32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int i = 16; i; i /= 2) value += __shfl_xor_sync(~0u, value, i);
-    __syncthreads();
-    if (lane == 0) sums[warp] = value;
-    __syncthreads();
-    value = 0;
-    for (int i = 0; i < WARPS; i++) value += sums[i];
-    return value;
-}
-
-/* Eight consecutive numbers. */
-template <int TYPE> INLINE void load_vector(const void *data, int i, float *v) {
-    const uint4 *vectors = (const uint4 *)((const char *)data + (long long)i * (TYPE == 2 ? 4 : 2));
-    const uint4 a = vectors[0];
-    const u32 words[4] = {a.x, a.y, a.z, a.w};
-    if (TYPE == 2) {
-        const uint4 b = vectors[1];
-        v[0] = __uint_as_float(a.x), v[1] = __uint_as_float(a.y), v[2] = __uint_as_float(a.z), v[3] = __uint_as_float(a.w);
-        v[4] = __uint_as_float(b.x), v[5] = __uint_as_float(b.y), v[6] = __uint_as_float(b.z), v[7] = __uint_as_float(b.w);
-        return;
-    }
-    for (int j = 0; j < 4; j++) {
-        v[2 * j] = TYPE == 0 ? low_bf16(words[j]) : half_to_float((u16)words[j]);
-        v[2 * j + 1] = TYPE == 0 ? high_bf16(words[j]) : half_to_float((u16)(words[j] >> 16));
-    }
 }
 
 /* Copy one row of x to shared memory, normalized, as bf16 parts: (PARTS, columns with padding). Returns the factor by which
@@ -330,9 +243,8 @@ INLINE float stage_x(const Input &in, int k, int padded, uint4 *target) {
 
 /* Grid: (programs of TILES tiles, splits of the columns). y: (splits, rows, N). With GATED, W has the rows of gate, then
    those of up, n is the number of each, and a program has a tile of both. */
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    packed_linear(const Weight w, const Input in, void *y, const void *residual) {
-    extern __shared__ uint4 shared[];
+KERNEL(WARPS * 32) packed_linear(const Weight w, const Input in, void *y, const void *residual) {
+    SHARED_MEMORY;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % 4;
     const int row_tiles = (w.n + 15) / 16;
     int tiles[TILES];
@@ -352,31 +264,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     auto copy = [&](int stage) {
         const int slot = (stage - start) % RING, count = min(STAGE, w.chunks - stage * STAGE);
         if (stage < end) {
-#if BULK
-            if (lane == 0) {
-                const u32 bytes = TILES * count * (CODE_BYTES + HIGH_BYTES + SCALE_BYTES + OFFSET_BYTES);
-                asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier + slot)), "r"(bytes)
-                             : "memory");
-            }
-#endif
+            expect_bytes(barrier + slot, TILES * count * (CODE_BYTES + HIGH_BYTES + SCALE_BYTES + OFFSET_BYTES), lane);
             for (int t = 0; t < TILES; t++)
                 copy_stage(w, tiles[t], stage * STAGE, count, ring + (slot * TILES + t) * STAGE_BYTES, lane, barrier + slot);
         }
-#if !BULK
-        asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
+        commit_copies();
     };
-#if BULK
-    if (lane < RING) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier + lane)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (lane < RING) init_barrier(barrier + lane);
+    fence_barriers();
     __syncwarp();
-#endif
     for (int i = 0; i < RING; i++) copy(start + i);
     fill_tables(threadIdx.x, WARPS * 32);
 #if PDL
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    start_next_kernel();
+    wait_for_previous_kernel();
 #endif
     float norm_factor = 1;
     if (STAGED) norm_factor = stage_x(in, w.k, padded, shared);
@@ -395,16 +296,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const float factor = TWO_PLANES ? 16.0f : 0.0f, bias = (TWO_PLANES ? 2176.0f : 128.0f) + w.zero;
     for (int stage = start; stage < end; stage++) {
         const int slot = (stage - start) % RING;
-#if BULK
-        const u32 parity = (stage - start) / RING % 2;
-        asm volatile("{ .reg .pred done; wait: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra wait; }" ::"r"(
-                         shared_address(barrier + slot)),
-                     "r"(parity)
-                     : "memory");
-#else
-        asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");
-        __syncwarp();
-#endif
+        wait_for_copies(barrier + slot, (stage - start) / RING % 2);
         const char *const base = ring + slot * TILES * STAGE_BYTES;
 #pragma unroll
         for (int d = 0; d < STAGE; d++) {
@@ -530,7 +422,7 @@ INLINE float value_of(u32 low, u32 high, int second, float zero) {
 
 /* Dequantize rows. Grid: (chunks, rows / 16); 32 threads. `rows`: numbers of the rows, or NULL for first, first + 1, …
    y: (count, k). */
-extern "C" __global__ void dequantize_rows(const Weight w, const long long *rows, int first, int count, void *y) {
+KERNEL(32) dequantize_rows(const Weight w, const long long *rows, int first, int count, void *y) {
     const int lane = threadIdx.x, c = lane % 4, chunk = blockIdx.x;
     fill_tables(lane, 32);
     __syncwarp();
