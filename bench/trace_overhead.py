@@ -8,6 +8,7 @@ cutaway. TransformerLens is measured if it is installed.
 """
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import statistics
@@ -41,7 +42,7 @@ def build_cases(model: Any, tokens: torch.Tensor) -> dict[Case, Callable[[], Any
         ("transformers", "output_hidden_states"): lambda: peer(tokens, output_hidden_states=True).hidden_states,
     }
     for name, sites in SITES.items():
-        cases["cutaway", name] = lambda sites=sites: run_traced(model, tokens, *sites)  # type: ignore[misc]
+        cases["cutaway", name] = functools.partial(run_traced, model, tokens, *sites)
     if importlib.util.find_spec("transformer_lens"):
         lens = build_transformer_lens_model(build_transformers_model())
         cases["TransformerLens", UNTRACED] = lambda: lens(tokens)

@@ -339,7 +339,7 @@ def test_file_that_is_not_a_config_is_an_error(run: CliRunner, tmp_path: Path) -
 
 
 def test_gguf_file_and_packed_formats(run: CliRunner, tmp_path: Path) -> None:
-    path = save_gguf(ct.build("tiny-llama", seed=0), tmp_path / "model.gguf", quantization="q8_0")  # type: ignore[arg-type]
+    path = save_gguf(ct.build("tiny-llama", seed=0), tmp_path / "model.gguf", quantization="q8_0")
     text = one_line(run(str(path), "--gpu", "rtx-4090"))
     assert "in q8_0" in text
     assert "The file has weights quantized in q8_0; --dtype bf16 for dequantized weights." in text

@@ -71,7 +71,7 @@ def test_decode_reads_the_packed_bytes() -> None:
 @pytest.mark.parametrize(("quantization", "name"), [("q8_0", "q8_0"), ("q4_k", "q4_k"), ("q4_1", "q4_1")])
 def test_weights_of_a_gguf_file(quantization: str, name: str, tmp_path: Path) -> None:
     config = ct.config("tiny-llama").replace({"d_model": 256, "vocab_size": 300, "decoder.block.ffn.hidden": 512})
-    path = save_gguf(ct.build(config, seed=0), tmp_path / "model.gguf", quantization=quantization)  # type: ignore[arg-type]
+    path = save_gguf(ct.build(config, seed=0), tmp_path / "model.gguf", quantization=quantization)
     size = ct.size(path, context=64)
     assert size.options.precision.name == name
     assert size.checkpoint.total_bytes == ct.size(config, dtype=quantization).checkpoint.total_bytes
@@ -85,7 +85,7 @@ def test_weights_of_a_gguf_file(quantization: str, name: str, tmp_path: Path) ->
 
 
 def test_plain_gguf_file(tmp_path: Path) -> None:
-    path = save_gguf(ct.build("tiny-llama", seed=0), tmp_path / "model.gguf")  # type: ignore[arg-type]
+    path = save_gguf(ct.build("tiny-llama", seed=0), tmp_path / "model.gguf")
     assert ct.size(path).options.precision.name == "bf16"
 
 

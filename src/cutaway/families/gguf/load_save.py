@@ -18,6 +18,7 @@ from cutaway.families.gguf.file_format import QUANTIZATIONS, GGUFFile, write_ggu
 from cutaway.families.gguf.rope_fields import ROPE_TENSORS
 from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, merge_adapters, resolve_output_path
 from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
+from cutaway.model import Transformer
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
@@ -137,10 +138,10 @@ def _without_dropout(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_gguf(
-    checkpoint: Checkpoint, path: str | Path, *, quantization: str | None = None, overwrite: bool = False
+    model: Checkpoint | Transformer, path: str | Path, *, quantization: str | None = None, overwrite: bool = False
 ) -> Path:
-    """Save a checkpoint as one GGUF file. Matrices keep their dtype unless `quantization` is set."""
-    checkpoint = merge_adapters(as_checkpoint(checkpoint))
+    """Save a model or a checkpoint as one GGUF file. Matrices keep their dtype unless `quantization` is set."""
+    checkpoint = merge_adapters(as_checkpoint(model))
     target = check_output_file(path, overwrite=overwrite)
     if quantization is not None and (not isinstance(quantization, str) or quantization not in QUANTIZATIONS):
         raise InputError(f"'{quantization}' is not a supported quantization; use one of {', '.join(QUANTIZATIONS)}")
